@@ -1,0 +1,114 @@
+"""What can go wrong, and the words it is said in."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+
+class ConvergenceWarning(UserWarning):
+    """A solve stopped before it met its own stopping rule."""
+
+
+class ConvergenceError(RuntimeError):
+    """The same, for those who asked for it with `throw=True`."""
+
+
+def shape_of(x: Tensor) -> str:
+    return str(tuple(x.shape))
+
+
+def require_matrix(name: str, x: object, letters: str = "m, n") -> None:
+    """`x` is a real floating-point tensor of shape `(*, m, n)` that is not empty."""
+    tensor = _require_real(name, x)
+    if tensor.dim() < 2:
+        raise ValueError(
+            f"{name} must have shape (*, {letters}); got {shape_of(tensor)}, which has "
+            f"{tensor.dim()} dimension{'s' * (tensor.dim() != 1)}"
+        )
+    if 0 in tensor.shape[-2:]:
+        raise ValueError(
+            f"{name} must have at least one row and one column; got {shape_of(tensor)}"
+        )
+
+
+def require_vector(name: str, x: object, letter: str) -> None:
+    """`x` is a real floating-point tensor of shape `(*, letter)`."""
+    tensor = _require_real(name, x)
+    if tensor.dim() < 1:
+        raise ValueError(f"{name} must have shape (*, {letter}); got a scalar")
+
+
+def require_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """`x` and `other` have one dtype and one device."""
+    if x.dtype != other.dtype:
+        raise TypeError(
+            f"{name} is {x.dtype} but {other_name} is {other.dtype}; convert one of them with .to()"
+        )
+    if x.device != other.device:
+        raise ValueError(
+            f"{name} is on {x.device} but {other_name} is on {other.device}; "
+            "move one of them with .to()"
+        )
+
+
+def require_broadcast(name: str, shape: torch.Size, other_name: str, other: torch.Size) -> None:
+    """Two batch shapes broadcast."""
+    for size, other_size in zip(reversed(shape), reversed(other)):
+        if size != other_size and size != 1 and other_size != 1:
+            raise ValueError(
+                f"the batch dimensions {tuple(shape)} of {name} and {tuple(other)} of "
+                f"{other_name} do not broadcast"
+            )
+
+
+def require_positive(name: str, x: object) -> None:
+    """`x` is a finite number above zero."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} must be a number; got {type(x).__name__}")
+    if not (x > 0 and math.isfinite(x)):
+        raise ValueError(f"{name} must be positive and finite; got {x}")
+
+
+def require_finite(**tensors: tuple[Tensor, int]) -> None:
+    """Name every argument with non-finite entries, and how many batch entries they are in.
+
+    Each argument comes with the number of dimensions of one batch entry. This looks at
+    every number, so call it only once something downstream has come out non-finite.
+    """
+    problems = []
+    for name, (x, dims) in tensors.items():
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            per_entry = bad.flatten(-dims).any(-1) if dims else bad
+            where = (
+                f"{int(per_entry.sum())} of {per_entry.numel()} batch entries"
+                if per_entry.dim()
+                else f"{int(bad.sum())} of {x.numel()} numbers"
+            )
+            problems.append(f"{name} has non-finite values in {where}")
+    if problems:
+        raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
+
+
+def require_extra(module: str, extra: str) -> None:
+    """An optional dependency is there; the error names the extra that brings it."""
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"this needs {module}; install it with: pip install 'pmaf[{extra}]'")
+
+
+def _require_real(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor converts it)"
+        )
+    if not x.is_floating_point():
+        kind = "complex" if x.is_complex() else "not floating-point"
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, which is {kind}; "
+            "use float32 or float64 (float16 and bfloat16 are computed in float32)"
+        )
+    return x

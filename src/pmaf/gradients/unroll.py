@@ -1,0 +1,19 @@
+"""Plain automatic differentiation through the iterations of a solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pmaf.gradients._base import Gradient
+
+
+@dataclass(frozen=True)
+class Unroll(Gradient):
+    """Record every iteration and differentiate through all of them.
+
+    The gradient is that of the last iterate, exact only in the limit, and the memory
+    grows with the number of iterations. For solvers that iterate by torch operations;
+    an opaque solve has nothing to record.
+    """
+
+    serves = ("SphereLeastSquares",)

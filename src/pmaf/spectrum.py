@@ -1,0 +1,183 @@
+"""The eigenbasis of a layer's Hessian, and the tangent-space solve it makes cheap.
+
+Both layers end at a point `y` on the sphere where a symmetric matrix `H`, positive
+semidefinite at a global solution, describes the curvature. Forward refinement and
+backward differentiation need the same thing of it: the solution `z` of
+
+    P H P z = P v,   yᵀz = 0,   P = I − yyᵀ.
+
+`H` itself may be singular (the hard case of LESS; always for an eigenvector) while
+this system is not, so nothing here divides by the smallest eigenvalue of `H`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf._linalg import dot, matvec, rmatvec
+
+
+class Spectrum(NamedTuple):
+    """Eigenvectors and eigenvalues of `AᵀA`, measured upwards from the smallest.
+
+    Writing the eigenvalues as `floor + spread` keeps the digits of the small
+    differences that decide nearly degenerate problems. When `A` is wide the basis
+    spans its row space only, and the eigenvalue of all the rest is the floor, zero.
+    """
+
+    basis: Tensor  # (*, p, n) with p = min(m, n); one orthonormal eigenvector a row
+    spread: Tensor  # (*, p), none negative; zero throughout the smallest eigenspace
+    floor: Tensor  # (*,)
+    exact: bool  # whether it comes from A itself, not from a rounded Gram matrix
+
+    @property
+    def complete(self) -> bool:
+        """Whether the basis spans the whole space."""
+        return self.basis.shape[-1] == self.basis.shape[-2]
+
+    @property
+    def top(self) -> Tensor:
+        """The largest eigenvalue, `(*,)`."""
+        return self.floor + self.spread.amax(-1)
+
+    @property
+    def trace(self) -> Tensor:
+        """The sum of the eigenvalues, `‖A‖²` in the Frobenius norm, `(*,)`."""
+        return self.spread.shape[-1] * self.floor + self.spread.sum(-1)
+
+
+def merge_tolerance(dtype: torch.dtype) -> float:
+    """Eigenvalues closer than this, relative to the largest, count as one."""
+    return 8 * torch.finfo(dtype).eps
+
+
+def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
+    """From the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
+    m, n = A.shape[-2:]
+    if gram is None:
+        gram = A.mT @ A if m >= n else A @ A.mT
+    squares, vectors = torch.linalg.eigh(gram)
+    tolerance = merge_tolerance(A.dtype)
+    if m >= n:
+        floor = squares[..., 0].clamp_min(0)
+        spread = squares - squares[..., :1]
+        return Spectrum(vectors.mT, _merge(spread, squares[..., -1:], tolerance), floor, False)
+    spread = _merge(squares, squares[..., -1:], tolerance)
+    lengths = torch.where(spread > 0, spread, torch.ones_like(spread)).sqrt()
+    # Null directions of AAᵀ have no partner in the row space: theirs are zero vectors,
+    # which leaves them to the complement.
+    basis = (vectors * ((spread > 0) / lengths).unsqueeze(-2)).mT @ A
+    return Spectrum(basis, spread, squares.new_zeros(squares.shape[:-1]), False)
+
+
+def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
+    """From the singular values of `A` itself: slower, and loses nothing to `AᵀA`.
+
+    Returns the left singular vectors `(*, m, p)` and the singular values `(*, p)`, in
+    the order of the spectrum, as well.
+    """
+    m, n = A.shape[-2:]
+    left, s, basis = torch.linalg.svd(A, full_matrices=False)
+    left, s, basis = left.flip(-1), s.flip(-1), basis.flip(-2)
+    tolerance = merge_tolerance(A.dtype)
+    if m >= n:
+        low = s[..., :1]
+        rise = _merge(s - low, s[..., -1:], tolerance)
+        return Spectrum(basis, rise * (s + low), s[..., 0].square(), True), left, s
+    kept = _merge(s, s[..., -1:], tolerance)
+    basis = basis * (kept > 0).unsqueeze(-1)
+    return Spectrum(basis, kept.square(), s.new_zeros(s.shape[:-1]), True), left, s
+
+
+def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
+    """About how much `tangent_solve` magnifies its right-hand side, times the top of `AᵀA`.
+
+    Multiplied by eps, this is the relative error of a solve in the basis of a rounded
+    Gram matrix.
+    """
+    basis, spread = spectrum.basis, spectrum.spread
+    low = gap.unsqueeze(-1)
+    lowest = (spread == 0).expand(*gap.shape, -1)
+    inverse = torch.where(lowest, 0, 1 / torch.where(lowest, 1, spread + low))
+    y_in = matvec(basis, y)
+    s_yy = dot(inverse * y_in, y_in)
+    q = dot(y, y) - dot(y_in * ~lowest, y_in)
+    determinant = q + gap * s_yy
+    coupled = torch.where(determinant > 0, s_yy / torch.where(determinant > 0, determinant, 1), 0)
+    return spectrum.top * torch.maximum(coupled, inverse.amax(-1))
+
+
+class TangentSolver:
+    """Solves `P H P z = P v`, `yᵀz = 0` where `H` has eigenvalues `spread + gap` in `basis`.
+
+    Directions that the basis does not span have eigenvalue `gap`. Where the system is
+    singular (a non-unique solution) `z` is zero along the directions it leaves free.
+
+    In the eigenbasis, with `ν` the multiplier of `yᵀz = 0`, every row reads
+    `hᵢzᵢ + νyᵢ = vᵢ`. The rows of the smallest eigenvalue `h₀ = gap` are eliminated by
+    hand, multiplied through by `h₀`, so that `h₀ = 0` and `y₀ = 0` are both harmless:
+
+        ν = (y₀v₀ + h₀ Σ yᵢvᵢ/hᵢ) / d,   z₀ = (v₀ Σ yᵢ²/hᵢ − y₀ Σ yᵢvᵢ/hᵢ) / d,
+        d = y₀² + h₀ Σ yᵢ²/hᵢ,   the sums over all other rows.
+    """
+
+    def __init__(self, basis: Tensor, spread: Tensor, gap: Tensor, y: Tensor) -> None:
+        tiny = merge_tolerance(y.dtype)
+        low = gap.unsqueeze(-1)
+        h = spread + low
+        scale = h.abs().amax(-1, keepdim=True)
+        lowest = (spread == 0) | (h.abs() <= tiny * scale)
+        self.basis, self.y, self.low, self.lowest = basis, y, low, lowest
+        self.complete = basis.shape[-1] == basis.shape[-2]
+        self.inverse = torch.where(lowest, 0, 1 / torch.where(lowest, 1, h))
+
+        self.y_in = matvec(basis, y)
+        self.y_low = self.y_in * lowest
+        self.y_rest = y if self.complete else y - rmatvec(basis, self.y_in)
+        q = dot(self.y_low, self.y_low)
+        if not self.complete:
+            q = q + dot(self.y_rest, self.y_rest)
+        self.weighted = self.inverse * self.y_in
+        q, s_yy = q.unsqueeze(-1), dot(self.weighted, self.y_in).unsqueeze(-1)
+
+        determinant = q + low * s_yy
+        regular = determinant.abs() > tiny**2 * (q + scale * s_yy)
+        # Where d vanishes the solution is not unique: couple the other rows alone.
+        self.over_d = torch.where(regular, 1 / torch.where(regular, determinant, 1), 0)
+        self.fallback = torch.where(regular, 0, 1 / torch.where(s_yy > 0, s_yy, 1))
+        self.s_yy = s_yy
+        # Within the lowest eigenspace v has a part along y, coupled to the other rows, and
+        # a part across it. With one dimension there is nothing across, whatever rounding says.
+        self.several = y.shape[-1] - (~lowest).sum(-1, keepdim=True) > 1
+        self.over_q = 1 / torch.where(q > 0, q, 1)
+        self.over_low = torch.where(low.abs() > tiny * scale, 1 / torch.where(low == 0, 1, low), 0)
+
+    def __call__(self, v: Tensor) -> Tensor:
+        v_in = matvec(self.basis, v)
+        v_low = v_in * self.lowest
+        v_rest = v if self.complete else v - rmatvec(self.basis, v_in)
+        p = dot(self.y_low, v_low)
+        if not self.complete:
+            p = p + dot(self.y_rest, v_rest)
+        p, s_vy = p.unsqueeze(-1), dot(self.weighted, v_in).unsqueeze(-1)
+        nu = (p + self.low * s_vy) * self.over_d + s_vy * self.fallback
+        share = p * self.over_q
+
+        def solve_lowest(y_low: Tensor, v_low: Tensor) -> Tensor:
+            along = torch.where(self.several, share * y_low, v_low)
+            coupled = (self.s_yy * along - s_vy * y_low) * self.over_d
+            return coupled + self.over_low * (v_low - along)
+
+        z_in = self.inverse * (v_in - nu * self.y_in) + solve_lowest(self.y_low, v_low)
+        z = rmatvec(self.basis, z_in)
+        if not self.complete:
+            z = z + solve_lowest(self.y_rest, v_rest)
+        return z - self.y * dot(self.y, z).unsqueeze(-1)
+
+
+def _merge(rise: Tensor, top: Tensor, tolerance: float) -> Tensor:
+    """Zero whatever rises above the smallest by no more than rounding."""
+    return torch.where(rise > tolerance * top.abs(), rise, torch.zeros_like(rise))
