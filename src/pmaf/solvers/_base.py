@@ -1,0 +1,81 @@
+"""What a solver is, what it returns, and how it crosses into an opaque operator."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+
+class Outcome(NamedTuple):
+    """What a solver found, one row per batch entry, on the unit sphere."""
+
+    value: Tensor
+    multiplier: Tensor
+    residual: Tensor
+    gap: Tensor
+    iterations: Tensor
+    converged: Tensor
+    basis: Tensor  # (*, p, n), eigenbasis of the Hessian if the solver `keeps_basis`, else p = 0
+    spread: Tensor
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A frozen bag of options that can be written as text and read back.
+
+    The solve runs inside an opaque PyTorch operator, whose arguments are tensors,
+    numbers and strings. A solver travels there as the expression that builds it, which
+    also survives `torch.export` and a fresh process.
+    """
+
+    _kinds: ClassVar[dict[str, type[Configured]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Configured._kinds[cls.__name__] = cls
+
+
+class Solver(Configured):
+    """A way to solve a problem. Subclasses implement `solve` and name what they serve."""
+
+    serves: ClassVar[tuple[str, ...]] = ()  # names of problem classes
+    keeps_basis: ClassVar[bool] = False  # whether outcomes carry an eigenbasis
+    unrollable: ClassVar[bool] = False  # whether autograd can follow its iterations
+
+    def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
+        """Solve every batch entry; `report=False` leaves out what only a report needs."""
+        raise NotImplementedError
+
+    def resolve(self, problem: Any) -> Solver:
+        """The solver that does the work; itself, unless it stands for others."""
+        return self
+
+    def advice(self) -> str:
+        """What to try when this solver did not converge."""
+        return "try Auto()"
+
+
+def encode(x: Any) -> str:
+    """A solver as text; the same as its `repr`, in terms that `torch.compile` can trace."""
+    if not isinstance(x, Configured):
+        return repr(x)
+    names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]
+    options = ", ".join([f"{name}={encode(getattr(x, name))}" for name in names])
+    return f"{type(x).__name__}({options})"
+
+
+@functools.lru_cache(maxsize=256)
+def decode(text: str) -> Any:
+    """The solver that `encode` wrote: calls of known classes with literal arguments."""
+    return _build(ast.parse(text, mode="eval").body)
+
+
+def _build(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind = Configured._kinds[node.func.id]
+        return kind(**{str(item.arg): _build(item.value) for item in node.keywords})
+    return ast.literal_eval(node)

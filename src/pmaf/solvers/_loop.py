@@ -1,0 +1,65 @@
+"""The one loop behind every iterative method.
+
+A method says how to take a step and when an entry is done. The loop does the rest:
+each batch entry runs until *its own* rule stops it and is then left alone, exactly
+as if it had been solved by itself; steps are counted per entry; an entry that turns
+non-finite keeps its last finite state and is reported as not finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+State = TypeVar("State", bound=tuple[Any, ...])
+
+
+class Run(NamedTuple, Generic[State]):
+    """Where the loop left every entry."""
+
+    state: State
+    iterations: Tensor  # (*,) int64, the steps each entry took
+    finished: Tensor  # (*,) bool, whether its own rule stopped it
+
+
+def iterate(
+    step: Callable[[State], tuple[State, Tensor]],
+    state: State,
+    *,
+    active: Tensor,
+    max_iterations: int,
+) -> Run[State]:
+    """Repeat `step` on the entries of the mask `active` until they are done.
+
+    `step` maps a state, a named tuple of tensors of shape `(*, …)`, to the next one
+    and a mask `(*,)` of the entries that need no further step.
+    """
+    iterations = torch.zeros_like(active, dtype=torch.int64)
+    finished = ~active
+    for _ in range(max_iterations):
+        if not active.any():
+            break
+        proposed, done = step(state)
+        moving = active
+        for x in proposed:
+            moving = moving & torch.isfinite(_rows(x, active)).all(-1)
+        state = type(state)(
+            *(torch.where(_columns(moving, x), x, old) for x, old in zip(proposed, state))
+        )
+        iterations = iterations + active
+        finished = finished | (moving & done)
+        active = moving & ~done
+    return Run(state, iterations, finished)
+
+
+def _rows(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` as one row of numbers per entry of `mask`."""
+    return x.reshape(*mask.shape, -1)
+
+
+def _columns(mask: Tensor, x: Tensor) -> Tensor:
+    """`mask` with the trailing dimensions that let it broadcast against `x`."""
+    return mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim()))

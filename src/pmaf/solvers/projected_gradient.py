@@ -1,0 +1,146 @@
+"""The paper's first-order methods for least squares on the sphere, as one composition.
+
+| paper          | here                                                            |
+|----------------|-----------------------------------------------------------------|
+| PGD            | `ProjectedGradient(tangent=False)`                              |
+| + RM           | `tangent=True`                                                  |
+| + BLS, η = 1   | `step="unit", search=Backtracking()`                            |
+| + BLS, η = ∇   | `search=Backtracking()`                                         |
+| + TWD          | `search=TangentDecay()`                                         |
+| + DW           | `direction_weight=True`                                         |
+
+These are local methods: they end at a stationary point, which need not be the global
+minimiser. Their stopping rules are absolute, as published, so they see the scale of
+the problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import sphere
+from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf.errors import require_finite
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._loop import iterate
+from pmaf.solvers.line_search import LineSearch, Ray
+
+if TYPE_CHECKING:
+    from pmaf.less import SphereLeastSquares
+
+
+class Iterate(NamedTuple):
+    """Where a run stands: a point on the sphere, its residual and its objective."""
+
+    u: Tensor  # (*, n)
+    residual: Tensor  # (*, m), A u − b
+    objective: Tensor  # (*,)
+    moved: Tensor  # (*, n), the point before it was projected onto the sphere
+
+
+@dataclass(frozen=True)
+class ProjectedGradient(Solver):
+    """Projected gradient descent and its variants, each entry stopping by its own rule.
+
+    Args:
+        tangent: descend along the tangent part of the gradient ("RM").
+        step: first step length, `"gradient"` for the closed-form minimiser along the
+            direction ("η = ∇") or `"unit"` ("η = 1").
+        search: how the step is shrunk: not at all, `Backtracking` or `TangentDecay`.
+        direction_weight: scale the step by `1 − cos(u, ∓∇f)` ("DW"), with the current
+            iterate `u` as in the published code; the paper's text has `A⁺b` instead.
+        regulariser: added to the denominator of the closed-form step, as published. It
+            shortens the steps once the gradient is below its square root.
+        tolerance: stop when the objective changes by less than this.
+        max_iterations: give up after this many steps.
+    """
+
+    serves = ("SphereLeastSquares",)
+    unrollable = True
+
+    tangent: bool = True
+    step: Literal["unit", "gradient"] = "gradient"
+    search: LineSearch | None = None
+    direction_weight: bool = False
+    regulariser: float = 1e-8
+    tolerance: float = 1e-7
+    max_iterations: int = 100
+
+    def __post_init__(self) -> None:
+        if self.step not in ("unit", "gradient"):
+            raise ValueError(f'step must be "unit" or "gradient"; got {self.step!r}')
+
+    def solve(
+        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        scale = problem.scale()
+        if not torch.isfinite(scale).all():
+            require_finite(A=(problem.A, 2), b=(problem.b, 1))
+        start = self.start(problem, init)
+        inner = norm(problem.unconstrained()) < 1 if self.direction_weight else None
+        run = iterate(
+            lambda state: self.advance(problem, state, inner),
+            start,
+            active=torch.ones_like(start.objective, dtype=torch.bool),
+            max_iterations=self.max_iterations,
+        )
+        u = run.state.u
+        force = -rmatvec(problem.A, run.state.residual)
+        multiplier = dot(u, force)
+        unknown = torch.full_like(multiplier, torch.nan)
+        return Outcome(
+            value=u,
+            multiplier=multiplier,
+            residual=norm(sphere.tangent(u, force)) / scale,
+            gap=multiplier + problem.smallest_curvature() if report else unknown,
+            iterations=run.iterations,
+            converged=run.finished,
+            basis=u.new_empty((*u.shape[:-1], 0, problem.n)),
+            spread=u.new_empty((*u.shape[:-1], 0)),
+        )
+
+    def advice(self) -> str:
+        return "raise max_iterations, or use Secular(), which is global and direct"
+
+    def start(self, problem: SphereLeastSquares, init: Tensor | None = None) -> Iterate:
+        """The given point, else `A⁺b`, on the sphere; all ones where that is zero."""
+        point = problem.unconstrained() if init is None else init
+        point = point.expand(*problem.batch_shape, problem.n)
+        nowhere = (norm(point) == 0).unsqueeze(-1)
+        return self._at(problem, torch.where(nowhere, torch.ones_like(point), point))
+
+    def advance(
+        self, problem: SphereLeastSquares, state: Iterate, inner: Tensor | None = None
+    ) -> tuple[Iterate, Tensor]:
+        """One step, and which entries it is the last one for.
+
+        `inner` says which problems have `‖A⁺b‖ < 1`; only the direction weight asks.
+        """
+        A, u = problem.A, state.u
+        gradient = rmatvec(A, state.residual)
+        direction = -(sphere.tangent(u, gradient) if self.tangent else gradient)
+        ray = Ray(u, state.residual, problem.b, direction, matvec(A, direction))
+        eta = torch.ones_like(state.objective)
+        if self.step == "gradient":
+            curvature = dot(ray.image, ray.image) + self.regulariser
+            eta = dot(direction, direction) / curvature
+        weight = torch.ones_like(eta)
+        if inner is not None:
+            descent = torch.where(inner.unsqueeze(-1), gradient, -gradient)
+            weight = 1 - sphere.cosine(u, descent)
+        settled = torch.zeros_like(eta, dtype=torch.bool)
+        if self.search is not None:
+            eta, score = self.search.shrink(ray, eta, weight)
+            settled = self.search.settled(score)
+        following = self._at(problem, u + (weight * eta).unsqueeze(-1) * direction)
+        steady = (following.objective - state.objective).abs() < self.tolerance
+        return following, steady | settled
+
+    def _at(self, problem: SphereLeastSquares, point: Tensor) -> Iterate:
+        u = sphere.project(point)
+        r = matvec(problem.A, u) - problem.b
+        return Iterate(u, r, 0.5 * dot(r, r), point)

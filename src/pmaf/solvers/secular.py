@@ -1,0 +1,283 @@
+"""The global minimiser of least squares on the sphere, by its secular equation.
+
+In the eigenbasis of `AᵀA` the optimality conditions collapse to one equation in one
+unknown, the distance `t = μ + s_min²` of the multiplier from its lower bound:
+
+    ‖u(t)‖ = 1,   uᵢ(t) = cᵢ/(spreadᵢ + t),   c = Vᵀ Aᵀb,   t ≥ 0.
+
+Every root with `t ≥ 0` is a global minimiser, so `t` is the certificate as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import sphere
+from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf.errors import require_finite
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._loop import iterate
+from pmaf.spectrum import (
+    Spectrum,
+    TangentSolver,
+    amplification,
+    gram_spectrum,
+    singular_spectrum,
+)
+
+if TYPE_CHECKING:
+    from pmaf.less import SphereLeastSquares
+
+
+@dataclass(frozen=True)
+class Secular(Solver):
+    """Global minimiser of LESS: one eigendecomposition, then Newton on a scalar.
+
+    The smaller of `AᵀA` and `AAᵀ` is decomposed, and the solution is refined against
+    `A` itself. Batch entries so ill-conditioned that the refinement does not contract
+    are decomposed again by a singular value decomposition of `A`.
+
+    Args:
+        max_iterations: limit on the Newton steps; about eight are taken.
+        refinements: limit on the Newton steps against `A`; one or two are taken.
+    """
+
+    serves = ("SphereLeastSquares",)
+    keeps_basis = True
+
+    max_iterations: int = 64
+    refinements: int = 4
+
+    def solve(
+        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        A, b = problem.A, problem.b
+        gram = A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
+        g = rmatvec(A, b)
+        if _in_range(gram, g):
+            return self._direct(A, b, gram, g, init)
+        require_finite(A=(A, 2), b=(b, 1))
+        return self._rescaled(A, b, init)
+
+    def advice(self) -> str:
+        return "raise max_iterations or use float64"
+
+    def _direct(
+        self, A: Tensor, b: Tensor, gram: Tensor, g: Tensor, init: Tensor | None
+    ) -> Outcome:
+        spectrum = gram_spectrum(A, gram)
+        c = matvec(spectrum.basis, g)
+        noise = _ROUNDINGS * torch.finfo(c.dtype).eps * spectrum.top.sqrt() * norm(b)
+        found, trusted = self._attempt(A, b, g, spectrum, c, noise, init)
+        if trusted.all():
+            return found
+        return self._retry(A, b, g, init, found, ~trusted)
+
+    def _retry(
+        self, A: Tensor, b: Tensor, g: Tensor, init: Tensor | None, found: Outcome, bad: Tensor
+    ) -> Outcome:
+        """Solve the entries of the mask `bad` again, from singular vectors of `A` itself."""
+        m, n = A.shape[-2:]
+        batch = bad.shape
+        which = torch.arange(A.shape[:-2].numel(), device=A.device)
+        which = which.reshape(A.shape[:-2]).expand(batch)[bad]
+        A, b, g = A.reshape(-1, m, n)[which], b.expand(*batch, m)[bad], g.expand(*batch, n)[bad]
+        init = None if init is None else init.expand(*batch, n)[bad]
+        spectrum, left, s = singular_spectrum(A)
+        c = s * rmatvec(left, b)
+        noise = _ROUNDINGS * torch.finfo(c.dtype).eps * s[..., 0] * norm(b)
+        again, _ = self._attempt(A, b, g, spectrum, c, noise, init)
+        merged = []
+        for name, old, new in zip(Outcome._fields, found, again):
+            old = old.clone()
+            if name in ("basis", "spread"):
+                old.reshape(-1, *new.shape[1:])[which] = new
+            else:
+                old[bad] = new
+            merged.append(old)
+        return Outcome(*merged)
+
+    def _attempt(
+        self,
+        A: Tensor,
+        b: Tensor,
+        g: Tensor,
+        spectrum: Spectrum,
+        c: Tensor,
+        noise: Tensor,
+        init: Tensor | None,
+    ) -> tuple[Outcome, Tensor]:
+        """The solution in one eigenbasis, and whether that basis was good enough for it."""
+        u, t, iterations, finished, guessed = self._root(spectrum, c, noise, init)
+        u, multiplier, residual, contracted = self._refine(A, b, g, spectrum, u, t)
+        good = residual <= 64 * torch.finfo(u.dtype).eps
+        trusted = contracted & ~guessed
+        if spectrum.exact:
+            # The Rayleigh quotient is off by rounding of the largest curvature; this is not.
+            multiplier = t - spectrum.floor
+        elif (t < spectrum.top / _TOO_STEEP).any():
+            trusted = trusted & (amplification(spectrum, t, u) <= _TOO_STEEP)
+        outcome = Outcome(
+            value=u,
+            multiplier=multiplier,
+            residual=residual,
+            gap=t,
+            iterations=iterations,
+            converged=finished & good,
+            basis=spectrum.basis,
+            spread=spectrum.spread,
+        )
+        return outcome, trusted
+
+    def _root(
+        self, spectrum: Spectrum, c: Tensor, noise: Tensor, init: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The root of the secular equation for `Aᵀb` with coefficients `c` known up to `noise`.
+
+        Returns `u`, `t`, the steps taken, whether they sufficed, and whether a coefficient
+        was taken for zero that is not.
+        """
+        basis, spread = spectrum.basis, spectrum.spread
+        eps = torch.finfo(c.dtype).eps
+        lowest = (spread == 0).expand_as(c)
+        pull = norm(c * lowest)  # of b towards the smallest eigenspace
+        tied = pull <= noise
+        c = torch.where(lowest & tied.unsqueeze(-1), torch.zeros_like(c), c)
+
+        partial = torch.where(lowest, 0, c / torch.where(lowest, 1, spread))
+        slack = 1 - dot(partial, partial)
+        hard = tied & (slack > 0)
+
+        def step(state: _Multiplier) -> tuple[_Multiplier, Tensor]:
+            inverse = _inverse(spread + state.t.unsqueeze(-1))
+            u = c * inverse
+            size = norm(u)
+            slope = dot(u, u * inverse)
+            t = state.t + size.square() * (size - 1) / torch.where(slope > 0, slope, 1)
+            # Newton climbs from the left bound; once it does not, rounding has the word.
+            done = (t <= state.t) | ((size - 1).abs() <= eps)
+            return _Multiplier(torch.maximum(t, state.t)), done
+
+        start = torch.maximum(pull, norm(c) - spread.amax(-1)).clamp_min(0)
+        start = torch.where(hard, torch.zeros_like(start), start)
+        run = iterate(step, _Multiplier(start), active=~hard, max_iterations=self.max_iterations)
+        t = run.state.t
+        u = rmatvec(
+            basis, torch.where(hard.unsqueeze(-1), partial, c * _inverse(spread + t.unsqueeze(-1)))
+        )
+        if hard.any():
+            height = torch.where(hard, slack, 0).sqrt().unsqueeze(-1)
+            u = u + height * _lowest_direction(spectrum, u, init)
+        return sphere.project(u), t, run.iterations, run.finished, hard & (pull > 0)
+
+    def _refine(
+        self, A: Tensor, b: Tensor, g: Tensor, spectrum: Spectrum, u: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Newton steps on the optimality conditions, their residual taken from `A`.
+
+        Returns `u`, its multiplier, its residual, and whether the steps became small.
+        """
+        eps = torch.finfo(u.dtype).eps
+        scale = spectrum.trace + norm(g)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+
+        def force_at(u: Tensor) -> tuple[Tensor, Tensor]:
+            force = -rmatvec(A, matvec(A, u) - b)
+            return force, norm(sphere.tangent(u, force)) / scale
+
+        force, residual = force_at(u)
+        step = torch.full_like(residual, torch.inf)
+        contracted = torch.zeros_like(residual, dtype=torch.bool)
+        for _ in range(self.refinements):
+            correction = TangentSolver(spectrum.basis, spectrum.spread, t, u)(force)
+            previous, step = step, norm(correction)
+            trial = sphere.project(u + correction)
+            trial_force, trial_residual = force_at(trial)
+            # A step that is no improvement comes from a singular system: stay.
+            better = (step < 0.5) & (trial_residual <= residual.clamp_min(8 * eps))
+            u = torch.where(better.unsqueeze(-1), trial, u)
+            force = torch.where(better.unsqueeze(-1), trial_force, force)
+            residual = torch.where(better, trial_residual, residual)
+            fell = (step <= 0.05 * previous) & (step <= eps**0.5)
+            contracted = (step <= 64 * eps) | (better & fell)
+            if contracted.all():
+                break
+        return sphere.settle(u), dot(u, force), residual, contracted
+
+    def _rescaled(self, A: Tensor, b: Tensor, init: Tensor | None) -> Outcome:
+        """Squares of the entries leave the dtype's range: solve a scaled copy in float64."""
+        dtype = A.dtype
+        A, b = A.double(), b.double()
+        unit = _power_of_two(A.abs().amax((-2, -1)))
+        A, b = A / unit[..., None, None], b / unit[..., None]
+        # Beyond this the solution is the direction of Aᵀb, and the multiplier its length.
+        excess = _power_of_two(b.abs().amax(-1) * _NEGLIGIBLE).clamp_min(1)
+        b = b / excess.unsqueeze(-1)
+        gram = A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
+        init = None if init is None else init.double()
+        found = self._direct(A, b, gram, rmatvec(A, b), init)
+        found = found._replace(
+            multiplier=found.multiplier * unit * (unit * excess),
+            gap=found.gap * unit * (unit * excess),
+            spread=found.spread * unit.square().unsqueeze(-1),
+        )
+        return Outcome(*(x.to(dtype) if x.is_floating_point() else x for x in found))
+
+
+class _Multiplier(NamedTuple):
+    t: Tensor
+
+
+# A Gram matrix is not relied on where its rounding would be magnified more than this.
+_TOO_STEEP = 1e3
+
+# Rounding errors of a product, in units of eps, are taken to be no more than this.
+_ROUNDINGS = 8
+
+# What is this much smaller than the rest does not show in float64, squared or not.
+_NEGLIGIBLE = 1e-60
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The power of two nearest to `x`, one for zero: scaling by it is exact."""
+    return torch.where(x > 0, torch.exp2(x.log2().round()), torch.ones_like(x))
+
+
+def _in_range(gram: Tensor, g: Tensor) -> bool:
+    """Whether nothing computed from these can overflow, underflow or be non-finite."""
+    info = torch.finfo(gram.dtype)
+    low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    fits = ((size > low) & (size < high)).all() & (norm(g) < high).all()
+    return bool(fits)
+
+
+def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> Tensor:
+    """A unit vector of the smallest eigenspace, the same whatever basis describes it.
+
+    It is the projection of a reference onto that space: `init` where it has a say,
+    else all ones, else a direction without structure.
+    """
+    basis, lowest = spectrum.basis, spectrum.spread == 0
+    tolerance = torch.finfo(like.dtype).eps ** 0.5
+    fallback = basis[..., 0, :].expand_as(like)
+    chosen = torch.zeros_like(like)
+    found = torch.zeros_like(like[..., :1], dtype=torch.bool)
+    for reference in (*(() if init is None else (init,)), *sphere.references(like)):
+        inside = matvec(basis, reference.expand_as(like))
+        shadow = rmatvec(basis, inside * lowest)
+        if not spectrum.complete:
+            shadow = shadow + reference - rmatvec(basis, inside)
+        usable = norm(shadow).unsqueeze(-1) > tolerance * norm(reference).unsqueeze(-1)
+        chosen = torch.where(usable & ~found, shadow, chosen)
+        found = found | usable
+    return sphere.project(torch.where(found, chosen, fallback))
+
+
+def _inverse(h: Tensor) -> Tensor:
+    """`1/h`, zero where `h` is not positive."""
+    return torch.where(h > 0, 1 / torch.where(h > 0, h, 1), 0)
