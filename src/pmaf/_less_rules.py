@@ -1,0 +1,117 @@
+"""What the gradient rules are told about a solution of least squares on the sphere.
+
+With `r = Ay − b` and `H = AᵀA + μI`, the stationarity condition `Aᵀr + μy = 0` gives
+
+    ∂L/∂b = A z,   ∂L/∂A = −(r zᵀ + (A z) yᵀ),   P H P z = P v,   yᵀz = 0,
+
+two rank-one terms, whatever the size of `A`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+from pmaf._linalg import dot, matvec, outer_sum, rmatvec
+from pmaf.gradients._tangent import Helper, tangent_solve
+from pmaf.spectrum import TangentSolver, gram_spectrum
+
+
+@dataclass(frozen=True)
+class _GramSystem:
+    """Bordered systems of `AᵀA + μI`, solved in an eigenbasis and refined against `A`."""
+
+    def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
+        shift, gap, basis, spread = helper
+        if basis.shape[-2] == 0:
+            basis, spread, floor, _ = gram_spectrum(matrix)
+            gap = shift + floor
+        solve = TangentSolver(basis, spread, gap, y)
+        z = solve(v)
+        # The basis may be that of a rounded Gram matrix; the residual is that of A.
+        return z + solve(v - self.product(z, matrix, shift))
+
+    def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+        return rmatvec(matrix, matvec(matrix, z)) + shift.unsqueeze(-1) * z
+
+    def pullback(
+        self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        images = matvec(matrix, w), matvec(matrix, z)
+        return outer_sum(images, (z, w), matrix.shape), dot(w, z)
+
+
+class LessConditions(NamedTuple):
+    """Optimality conditions of LESS on the unit sphere, at the solution `y`."""
+
+    A: Tensor
+    b: Tensor
+    y: Tensor
+    helper: Helper
+
+    def residual(self) -> Tensor:
+        return matvec(self.A, self.y) - self.b
+
+    def multiplier(self) -> Tensor:
+        image = matvec(self.A, self.y)
+        return -dot(image, image - self.b)
+
+    def tangent_solve(self, v: Tensor) -> Tensor:
+        return tangent_solve(_GramSystem(), v, self.y, self.A, self.multiplier(), self.helper)
+
+    def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        image = matvec(self.A, z)
+        dA = None
+        if needs[0]:
+            dA = outer_sum((self.residual(), image), (-z, -self.y), self.A.shape)
+        return dA, image if needs[1] else None
+
+    def hessian(self) -> Tensor:
+        eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
+        return self.A.mT @ self.A + self.multiplier()[..., None, None] * eye
+
+    def mixed(self, exploit: bool, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        return self._structured(needs) if exploit else self._autodiff(needs)
+
+    def _structured(self, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """`𝓑ᵢ = Aᵢyᵀ`, plus the residual in column `i`: the paper's Proposition 2.1."""
+        A, _, y = self._expanded()
+        block = None
+        if needs[0]:
+            block = A.mT.unsqueeze(-1) * y[..., None, None, :]
+            diagonal = block.diagonal(dim1=-3, dim2=-1)
+            diagonal += self.residual().unsqueeze(-1)
+        return block, -A.mT if needs[1] else None
+
+    def _autodiff(self, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """The same tensors by differentiating the objective twice, entry by entry."""
+        keep = torch.is_grad_enabled()
+        A, b, y = self._expanded() if keep else (x.detach() for x in self._expanded())
+        batch, m, n = A.shape[:-2], *A.shape[-2:]
+        with torch.enable_grad():
+            rows = list(zip(A.reshape(-1, m, n), b.reshape(-1, m), y.reshape(-1, n)))
+            in_A = [jacobian(lambda x, r=r: _slope(x, *r[1:]), r[0], keep) for r in rows * needs[0]]
+            in_b = [
+                jacobian(lambda x, r=r: _slope(r[0], x, r[2]), r[1], keep) for r in rows * needs[1]
+            ]
+        return (
+            torch.stack(in_A).reshape(*batch, n, m, n) if needs[0] else None,
+            torch.stack(in_b).reshape(*batch, n, m) if needs[1] else None,
+        )
+
+    def _expanded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A, b and y with all batch dimensions written out."""
+        batch, (m, n) = self.y.shape[:-1], self.A.shape[-2:]
+        return self.A.expand(*batch, m, n), self.b.expand(*batch, m), self.y
+
+
+def _slope(A: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Gradient of the objective in `y`, by autodiff."""
+    y = y if y.requires_grad else y.detach().requires_grad_()
+    r = A @ y - b
+    return torch.autograd.grad(0.5 * (r @ r), y, create_graph=True)[0]

@@ -1,0 +1,146 @@
+"""Solving any problem, and everything known about the result."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pmaf.errors import ConvergenceError, ConvergenceWarning
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.solvers import Auto, Outcome, Solver
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A solution and how it was reached; every field has one row per batch entry.
+
+    Attributes:
+        value: the solution, differentiable in the problem's inputs.
+        multiplier: Lagrange multiplier of the constraint.
+        residual: how far from stationary, relative to the size of the problem.
+        gap: smallest eigenvalue of the Lagrangian's Hessian. Zero or more certifies a
+            global minimum; zero also says that it need not be the only one.
+        iterations: steps taken.
+        converged: whether the solver's own stopping rule was met.
+    """
+
+    value: Tensor
+    multiplier: Tensor
+    residual: Tensor
+    gap: Tensor
+    iterations: Tensor
+    converged: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Evidence about a solution, from the problem and the solution alone.
+
+    Attributes:
+        feasibility: relative distance from the constraint.
+        stationarity: size of the gradient along the constraint, relative to the problem.
+        optimality: smallest eigenvalue of the Lagrangian's Hessian, relative to the
+            largest of the objective's. Zero or more, up to rounding: a global minimum.
+    """
+
+    feasibility: Tensor
+    stationarity: Tensor
+    optimality: Tensor
+
+    def holds(self, tolerance: float) -> Tensor:
+        """Which batch entries are global minima, up to `tolerance` in every respect."""
+        feasible = self.feasibility <= tolerance
+        return feasible & (self.stationarity <= tolerance) & (self.optimality >= -tolerance)
+
+
+class Problem(Protocol):
+    """What `solve` and `certify` ask of a problem."""
+
+    def run(
+        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
+    ) -> Solution: ...
+
+    def certify(self, value: Tensor) -> Certificate: ...
+
+
+def solve(
+    problem: Problem,
+    *,
+    solver: Solver | None = None,
+    gradient: Gradient | None = None,
+    init: Tensor | None = None,
+    throw: bool = False,
+) -> Solution:
+    """Solve a problem and report on the solution, batch entry by batch entry.
+
+    Args:
+        problem: what to solve, for example `SphereLeastSquares(A, b)`.
+        solver: one of `pmaf.solvers`; `Auto()` unless given.
+        gradient: one of `pmaf.gradients`; `Implicit()` unless given.
+        init: where to start, or which of several solutions to prefer.
+        throw: raise `ConvergenceError` where the default warns.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
+    >>> solution = pmaf.solve(problem)
+    >>> solution.value, solution.multiplier, solution.converged
+    (tensor([0.6000, 0.8000]), tensor(4.), tensor(True))
+    """
+    return problem.run(
+        solver or Auto(), gradient or Implicit(), init=init, report=True, throw=throw
+    )
+
+
+def certify(problem: Problem, solution: Solution | Tensor) -> Certificate:
+    """Check a solution, or any tensor of its shape, independently of how it was found.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
+    >>> pmaf.certify(problem, torch.tensor([0.6, 0.8])).holds(1e-6)
+    tensor(True)
+    >>> pmaf.certify(problem, torch.tensor([1.0, 0.0])).holds(1e-6)
+    tensor(False)
+    """
+    return problem.certify(solution.value if isinstance(solution, Solution) else solution)
+
+
+def require_rules(problem: object, solver: object, gradient: object) -> None:
+    """The solver and the gradient rule suit the problem, and each other."""
+    target = type(problem).__name__
+    for role, given, kind in (("solver", solver, Solver), ("gradient", gradient, Gradient)):
+        if not (isinstance(given, kind) and target in given.serves):
+            hint = "; pass an instance, not the class" if isinstance(given, type) else ""
+            raise TypeError(
+                f"{role}={given!r} does not serve {target}{hint}; "
+                f"choose one of {_choices(kind, lambda k: target in k.serves)}"
+            )
+    if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
+        recordable = _choices(Solver, lambda k: target in k.serves and k.unrollable)
+        raise TypeError(
+            f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
+            f"use {recordable}, or gradient=Implicit()"
+        )
+
+
+def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
+    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))
+
+
+def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
+    """Warn, or raise, if any entry stopped before its own rule was met."""
+    if outcome.converged.all():
+        return
+    failed = ~outcome.converged
+    worst = float(outcome.residual[failed].max())
+    steps = int(outcome.iterations[failed].max())
+    message = (
+        f"{int(failed.sum())} of {failed.numel()} solves did not converge in {steps} iterations "
+        f"(largest residual {worst:.1e}) with {solver!r}; {solver.advice()}"
+    )
+    if throw:
+        raise ConvergenceError(message)
+    warnings.warn(message, ConvergenceWarning, stacklevel=2)

@@ -1,0 +1,311 @@
+"""LESS, least squares on the sphere: `min ½‖Au − b‖²` subject to `‖u‖ = radius`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmaf import errors, sphere
+from pmaf._less_rules import LessConditions
+from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf._solve import Certificate, Solution, announce, require_rules
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients._tangent import Helper
+from pmaf.solvers import Auto, Outcome, Secular, Solver
+from pmaf.solvers._base import decode, encode
+
+
+@dataclass(frozen=True, eq=False)
+class SphereLeastSquares:
+    """The problem `min ½‖Au − b‖²` subject to `‖u‖ = radius`, one per batch entry.
+
+    Args:
+        A: `(*, m, n)`, tall, square or wide.
+        b: `(*, m)`; the batch dimensions of `A` and `b` broadcast.
+        radius: of the sphere, above zero.
+    """
+
+    A: Tensor
+    b: Tensor
+    radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        A, b = self.A, self.b
+        errors.require_matrix("A", A)
+        errors.require_vector("b", b, "m")
+        errors.require_alike("A", A, "b", b)
+        errors.require_positive("radius", self.radius)
+        if A.shape[-2] != b.shape[-1]:
+            column = b.dim() > 1 and b.shape[-1] == 1 and b.shape[-2] == A.shape[-2]
+            raise ValueError(
+                f"A of shape {errors.shape_of(A)} needs b of shape (*, {A.shape[-2]}); "
+                f"got {errors.shape_of(b)}"
+                + ("; drop its last dimension with b.squeeze(-1)" if column else "")
+            )
+        errors.require_broadcast("A", A.shape[:-2], "b", b.shape[:-1])
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(self.A.shape[:-2], self.b.shape[:-1])
+
+    @property
+    def n(self) -> int:
+        return self.A.shape[-1]
+
+    def objective(self, u: Tensor) -> Tensor:
+        """`½‖Au − b‖²`, `(*,)`."""
+        r = matvec(self.A, u) - self.b
+        return 0.5 * dot(r, r)
+
+    def unconstrained(self) -> Tensor:
+        """The solution without the constraint, `A⁺b`, `(*, n)`."""
+        A = self.A.expand(*self.batch_shape, *self.A.shape[-2:])
+        b = self.b.expand(*self.batch_shape, -1)
+        return torch.linalg.lstsq(A, b.unsqueeze(-1)).solution.squeeze(-1)
+
+    def scale(self) -> Tensor:
+        """`‖A‖² + ‖Aᵀb‖/radius`, what residuals are measured against."""
+        size = self.A.square().sum((-2, -1)) + norm(rmatvec(self.A, self.b)) / self.radius
+        return torch.where(size == 0, torch.ones_like(size), size)
+
+    def smallest_curvature(self) -> Tensor:
+        """The smallest eigenvalue of `AᵀA`, `(*,)`."""
+        if self.A.shape[-2] < self.n:
+            return self.A.new_zeros(self.A.shape[:-2])
+        return torch.linalg.svdvals(self.A)[..., -1].square()
+
+    def best_solver(self) -> Solver:
+        """What `Auto()` stands for."""
+        return Secular()
+
+    def certify(self, value: Tensor) -> Certificate:
+        A, b, y = self.A.double(), self.b.double(), value.double()
+        wide = type(self)(A, b, self.radius)
+        force = -rmatvec(A, matvec(A, y) - b)
+        length = norm(y)
+        unit = sphere.project(y)
+        multiplier = dot(y, force) / length.square()
+        top = torch.linalg.matrix_norm(A, 2).square()
+        top = torch.where(top > 0, top, torch.ones_like(top))
+        return Certificate(
+            feasibility=(length / self.radius - 1).abs(),
+            stationarity=norm(sphere.tangent(unit, force)) / (self.radius * wide.scale()),
+            optimality=(multiplier + wide.smallest_curvature()) / top,
+        )
+
+    def run(
+        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
+    ) -> Solution:
+        require_rules(self, solver, gradient)
+        A, b = self.A, self.b
+        if init is not None:
+            self._require_init(init)
+        if 0 in self.batch_shape:
+            return self._empty()
+        dtype = A.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            A, b = A.float(), b.float()
+            init = None if init is None else init.float()
+        # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
+        # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
+        b = b / self.radius
+        if isinstance(gradient, Unroll):
+            outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
+            outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
+            announce(outcome, solver, throw)
+        else:
+            text = encode(solver.resolve(self))
+            outcome = Outcome(*_Less.apply(A, b, init, text, gradient, report, throw))  # pyright: ignore[reportGeneralTypeIssues]
+        return Solution((self.radius * outcome.value).to(dtype), *outcome[1:6])
+
+    def _require_init(self, init: Tensor) -> None:
+        errors.require_vector("init", init, "n")
+        errors.require_alike("init", init, "A", self.A)
+        if init.shape[-1] != self.n:
+            raise ValueError(
+                f"init must have shape (*, {self.n}) to start a problem with A of shape "
+                f"{errors.shape_of(self.A)}; got {errors.shape_of(init)}"
+            )
+        if torch.broadcast_shapes(init.shape[:-1], self.batch_shape) != self.batch_shape:
+            raise ValueError(
+                f"init of shape {errors.shape_of(init)} does not fit the batch "
+                f"{tuple(self.batch_shape)} of the problem"
+            )
+
+    def _empty(self) -> Solution:
+        value = self.A.sum(-2) + self.b.sum(-1, keepdim=True)
+        blank = value.detach().sum(-1)
+        count = blank.to(torch.int64)
+        return Solution(value, blank, blank, blank, count, count.bool())
+
+
+@torch.library.custom_op(
+    "pmaf::less",
+    mutates_args=(),
+    schema="(Tensor A, Tensor b, Tensor? init, str solver, bool report, bool throw) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _less_op(
+    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
+) -> tuple[Tensor, ...]:
+    if init is not None:
+        errors.require_finite(init=(init, 1))
+    method: Solver = decode(solver)
+    outcome = method.solve(SphereLeastSquares(A, b), init=init, report=report)
+    announce(outcome, method, throw)
+    return tuple(x.contiguous() for x in outcome)
+
+
+@_less_op.register_fake
+def _less_fake(
+    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
+) -> tuple[Tensor, ...]:
+    m, n = A.shape[-2:]
+    batch = torch.broadcast_shapes(A.shape[:-2], b.shape[:-1])
+    row = A.new_empty(batch)
+    keeps = decode(solver).keeps_basis
+    p, held = (min(m, n), A.shape[:-2]) if keeps else (0, batch)
+    return (
+        A.new_empty((*batch, n)),
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row),
+        torch.empty_like(row, dtype=torch.int64),
+        torch.empty_like(row, dtype=torch.bool),
+        A.new_empty((*held, p, n)),
+        A.new_empty((*held, p)),
+    )
+
+
+@_less_op.register_vmap
+def _less_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    A, b, init, *rest = args
+    rank = max(
+        x.dim() - own - (axis is not None)
+        for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))
+        if x is not None
+    )
+
+    def lead(x: Tensor | None, axis: int | None, own: int) -> Tensor | None:
+        """Move the mapped dimension to the front of all batch dimensions."""
+        if x is None or axis is None:
+            return x
+        x = x.movedim(axis, 0)
+        missing = rank - (x.dim() - own - 1)
+        return x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
+
+    tensors = [lead(x, axis, own) for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))]
+    outputs = torch.ops.pmaf.less(*tensors, *rest)
+    mapped_A = in_dims[0] is not None or outputs[6].shape[-2] == 0
+    return outputs, (*(0,) * 6, *(0 if mapped_A else None,) * 2)
+
+
+class _Less(torch.autograd.Function):
+    """The differentiable solve on the unit sphere: an opaque operator and its rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        A: Tensor,
+        b: Tensor,
+        init: Tensor | None,
+        solver: str,
+        gradient: Gradient,
+        report: bool,
+        throw: bool,
+    ) -> tuple[Tensor, ...]:
+        return torch.ops.pmaf.less(A, b, init, solver, report, throw)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        A, b, _, _, ctx.gradient, _, _ = inputs
+        outcome = Outcome(*output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        helper = Helper(outcome.multiplier, outcome.gap, outcome.basis, outcome.spread)
+        ctx.save_for_backward(A, b, outcome.value, *helper)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        incoming = grads[0]
+        nothing = (None,) * 5
+        if incoming is None:
+            return None, None, *nothing
+        A, b, y, *helper = ctx.saved_tensors
+        conditions = LessConditions(A, b, y, Helper(*helper))
+        needs = ctx.needs_input_grad[:2]
+        dA, db = ctx.gradient.pullback(conditions, incoming, needs)
+        return (
+            None if dA is None else dA.sum_to_size(A.shape),
+            None if db is None else db.sum_to_size(b.shape),
+            *nothing,
+        )
+
+
+def less(
+    A: Tensor,
+    b: Tensor,
+    *,
+    radius: float = 1.0,
+    solver: Solver | None = None,
+    gradient: Gradient | None = None,
+    init: Tensor | None = None,
+) -> Tensor:
+    """Least squares with the solution on a sphere: the global minimiser, differentiable.
+
+    Minimises `½‖Au − b‖²` over all `u` with `‖u‖ = radius`.
+
+    Args:
+        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16
+            are computed in float32.
+        b: `(*, m)`; the batch dimensions of `A` and `b` broadcast.
+        radius: of the sphere.
+        solver: one of `pmaf.solvers`; `Auto()` unless given.
+        gradient: one of `pmaf.gradients`; `Implicit()` unless given.
+        init: `(*, n)`, the start of an iterative solver; a direct one prefers the
+            solution nearest to it where there are several.
+
+    Returns:
+        The solution, `(*, n)`.
+
+    >>> import torch, pmaf
+    >>> A = torch.tensor([[2.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    >>> pmaf.less(A, torch.tensor([2.0, 0.0])).detach()
+    tensor([1., 0.])
+    """
+    problem = SphereLeastSquares(A, b, radius)
+    return problem.run(
+        solver or Auto(), gradient or Implicit(), init=init, report=False, throw=False
+    ).value
+
+
+class LESS(nn.Module):
+    """`pmaf.less` as a module, with the same keywords and results.
+
+    >>> import torch, pmaf
+    >>> pmaf.LESS(radius=2.0)
+    LESS(radius=2.0, solver=Auto(), gradient=Implicit())
+    """
+
+    def __init__(
+        self,
+        *,
+        radius: float = 1.0,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+    ) -> None:
+        super().__init__()
+        errors.require_positive("radius", radius)
+        self.radius = radius
+        self.solver = solver or Auto()
+        self.gradient = gradient or Implicit()
+
+    def forward(self, A: Tensor, b: Tensor, init: Tensor | None = None) -> Tensor:
+        return less(A, b, radius=self.radius, solver=self.solver, gradient=self.gradient, init=init)
+
+    def extra_repr(self) -> str:
+        return f"radius={self.radius}, solver={self.solver!r}, gradient={self.gradient!r}"
