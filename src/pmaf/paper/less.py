@@ -1,0 +1,123 @@
+"""Least squares on the sphere as the paper evaluates it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pmaf._linalg import norm
+from pmaf._solve import Solution
+from pmaf.errors import require_extra
+from pmaf.less import SphereLeastSquares
+from pmaf.metrics import mean_relative_error
+from pmaf.solvers import Backtracking, ProjectedGradient, TangentDecay
+
+# The rows of the appendix table, under the paper's names. The published rules are the
+# defaults of `ProjectedGradient`; where they differ from the paper's text, its docstring
+# and those of the searches say so.
+METHODS: dict[str, ProjectedGradient] = {
+    "PGD": ProjectedGradient(tangent=False),
+    "PGD+DW": ProjectedGradient(tangent=False, direction_weight=True),
+    "PGD+RM": ProjectedGradient(),
+    "PGD+RM+BLSOne": ProjectedGradient(step="unit", search=Backtracking()),
+    "PGD+RM+BLSOne+DW": ProjectedGradient(
+        step="unit", search=Backtracking(), direction_weight=True
+    ),
+    "PGD+RM+BLS": ProjectedGradient(search=Backtracking()),
+    "PGD+RM+BLS+DW": ProjectedGradient(search=Backtracking(), direction_weight=True),
+    "PGD+RM+TWD": ProjectedGradient(search=TangentDecay()),
+    "PGD+RM+TWD+DW": ProjectedGradient(search=TangentDecay(), direction_weight=True),
+}
+
+
+def example() -> SphereLeastSquares:
+    """The 2×2 problem of the paper's case study."""
+    A = torch.tensor([[0.569525, -1.254572], [0.414020, 0.124439]])
+    b = torch.tensor([-1.583332, -0.286124])
+    return SphereLeastSquares(A, b)
+
+
+def problems(m: int, n: int, seeds: Iterable[int] = range(1000)) -> SphereLeastSquares:
+    """The paper's Gaussian problems of one size, one per seed, as one batch."""
+    As, bs = [], []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        As.append(torch.randn(m, n, generator=generator))
+        bs.append(torch.randn(m, 1, generator=generator).squeeze(-1))
+    return SphereLeastSquares(torch.stack(As), torch.stack(bs))
+
+
+def is_inner(problem: SphereLeastSquares) -> Tensor:
+    """Which problems have their unconstrained solution inside the sphere."""
+    return norm(problem.unconstrained()) < problem.radius
+
+
+def scipy_points(problem: SphereLeastSquares) -> Tensor:
+    """What SciPy's SLSQP reaches from the same start, put on the sphere, in float64."""
+    require_extra("scipy", "test")
+    import numpy as np
+    from scipy.optimize import NonlinearConstraint, minimize
+
+    sphere = NonlinearConstraint(lambda x: float(x @ x), 1, 1)
+    starts = ProjectedGradient().start(problem).u.double().numpy()
+    points = []
+    for A, b, start in zip(problem.A.numpy(), problem.b.numpy(), starts):
+
+        def objective(x: np.ndarray, A: np.ndarray = A, b: np.ndarray = b) -> float:
+            r = A @ x - b
+            return float(0.5 * (r @ r))
+
+        x = minimize(objective, start, method="SLSQP", constraints=sphere).x
+        points.append(torch.from_numpy(x / np.linalg.norm(x)))
+    return torch.stack(points)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the appendix table."""
+
+    failed_inner: int
+    failed_outer: int
+    improved: int
+    mean_relative_error: float
+
+
+def table_row(
+    problem: SphereLeastSquares, solution: Solution, reference: Tensor, limit: int
+) -> Row:
+    """The paper's four figures for one method on one batch of problems.
+
+    A run has failed when it took `limit` steps. It has improved on the reference when
+    its objective is no larger, up to six significant digits of the reference.
+    """
+    objective = problem.objective(solution.value).double()
+    reference = reference.double()
+    inner = is_inner(problem)
+    failed = solution.iterations >= limit
+    slack = 10.0 ** (torch.floor(reference.log10() + 1) - _DIGITS)
+    return Row(
+        failed_inner=int((failed & inner).sum()),
+        failed_outer=int((failed & ~inner).sum()),
+        improved=int(((objective < reference) | ((objective - reference).abs() < slack)).sum()),
+        mean_relative_error=float(mean_relative_error(objective, reference)),
+    )
+
+
+_DIGITS = 6
+
+
+def path(problem: SphereLeastSquares, method: ProjectedGradient) -> Tensor:
+    """The iterates of one unbatched problem, before and after each projection, `(t, n)`."""
+    state = method.start(problem)
+    points = [state.u]
+    inner = is_inner(problem) if method.direction_weight else None
+    for _ in range(method.max_iterations):
+        state, done = method.advance(problem, state, inner)
+        points += [state.moved, state.u]
+        if bool(done) or not math.isfinite(float(state.objective)):
+            break
+    return torch.stack(points)
