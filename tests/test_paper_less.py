@@ -1,0 +1,147 @@
+"""The appendix table of the paper: ours beside the published code's counts."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import pmaf
+from pmaf.paper import less as paper
+
+# In, Out, Imp. and MRE (%) of the published code, run on these problems.
+PUBLISHED = {
+    (2, 2): {
+        "PGD": (169, 359, 387, 9.43),
+        "PGD+DW": (178, 439, 33, 4.89),
+        "PGD+RM": (0, 118, 852, 5.21),
+        "PGD+RM+BLSOne": (0, 14, 940, 0.139),
+        "PGD+RM+BLSOne+DW": (173, 422, 40, 3.51),
+        "PGD+RM+BLS": (0, 107, 864, 4.91),
+        "PGD+RM+BLS+DW": (204, 537, 17, 1.19),
+        "PGD+RM+TWD": (0, 0, 797, 0.0002),
+        "PGD+RM+TWD+DW": (204, 533, 15, 3.12),
+    },
+    (64, 32): {
+        "PGD": (546, 434, 52, 0.147),
+        "PGD+DW": (446, 328, 54, 0.072),
+        "PGD+RM": (25, 0, 973, 0.0002),
+        "PGD+RM+BLSOne": (3, 0, 987, 0.0001),
+        "PGD+RM+BLSOne+DW": (214, 68, 239, 0.006),
+        "PGD+RM+BLS": (3, 0, 992, 0.0000),
+        "PGD+RM+BLS+DW": (431, 319, 77, 0.045),
+        "PGD+RM+TWD": (25, 0, 952, 0.0003),
+        "PGD+RM+TWD+DW": (431, 321, 66, 0.045),
+    },
+    # The first hundred problems.
+    (1024, 256): {
+        "PGD": (100, 0, 0, 1.35),
+        "PGD+DW": (100, 0, 0, 0.47),
+        "PGD+RM": (6, 0, 100, -0.034),
+        "PGD+RM+BLSOne": (0, 0, 100, -0.033),
+        "PGD+RM+BLSOne+DW": (10, 0, 100, -0.027),
+        "PGD+RM+BLS": (0, 0, 100, -0.033),
+        "PGD+RM+BLS+DW": (100, 0, 0, 0.43),
+        "PGD+RM+TWD": (7, 0, 100, -0.034),
+        "PGD+RM+TWD+DW": (100, 0, 0, 0.43),
+    },
+}
+INNER = {(2, 2): 282, (64, 32): 555, (1024, 256): 1000}
+# One group a size: the tests of a group run in one worker and share the SLSQP runs.
+SIZES = [
+    pytest.param((2, 2), marks=pytest.mark.xdist_group("2x2")),
+    pytest.param((64, 32), marks=pytest.mark.xdist_group("64x32")),
+    pytest.param((1024, 256), marks=pytest.mark.long),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+def test_the_inner_outer_split_is_the_papers(size):
+    assert int(paper.is_inner(paper.problems(*size)).sum()) == INNER[size]
+
+
+@functools.cache
+def scipy_reference(size):
+    """The problems of a size and what SLSQP makes of them, once."""
+    problem = paper.problems(*size, range(1000 if size[0] < 1000 else 100))
+    return problem, paper.scipy_points(problem)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+def test_every_row_of_the_table(size):
+    problem, points = scipy_reference(size)
+    reference = problem.objective(points.to(problem.A.dtype))
+    count = problem.batch_shape.numel()
+    rows = {
+        name: paper.table_row(problem, pmaf.solve(problem, solver=method), reference, 100)
+        for name, method in paper.METHODS.items()
+    }
+    print(f"\n{size[0]}x{size[1]}, ours / published: In, Out, Imp., MRE in percent")
+    for name, row in rows.items():
+        print(f"{name:18}", row, PUBLISHED[size][name])
+    for name, row in rows.items():
+        inner, outer, improved, error = PUBLISHED[size][name]
+        # Rows with DW move with rounding at the larger sizes.
+        bound = (0.08 if "DW" in name and size != (2, 2) else 0.03) * count
+        if name == "PGD+RM+BLSOne+DW" and size == (1024, 256):
+            # The published code fails on 10 of 100 here and the paper on 984 of 1000: this
+            # row stops, or not, at the last step.
+            bound = count
+        assert abs(row.failed_inner - inner) <= bound, name
+        assert abs(row.failed_outer - outer) <= bound, name
+        assert abs(row.improved - improved) <= bound, name
+        # One problem with a tiny objective moves the mean of a method that fails on it.
+        assert row.mean_relative_error == pytest.approx(error, rel=0.25, abs=0.002), name
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+def test_auto_is_the_global_minimum_on_all_of_them(size):
+    problem, points = scipy_reference(size)
+    exact = pmaf.SphereLeastSquares(problem.A.double(), problem.b.double())
+    solution = pmaf.solve(exact, throw=True)
+    certificate = pmaf.certify(exact, solution)
+    assert solution.residual.max() <= 1e-12
+    assert certificate.stationarity.max() <= 1e-12
+    assert (solution.gap >= 0).all()
+    assert certificate.holds(1e-12).all()
+    assert certificate.feasibility.max() <= 4 * torch.finfo(torch.float64).eps
+    best = exact.objective(solution.value)
+
+    others = {name: pmaf.less(exact.A, exact.b, solver=x) for name, x in paper.METHODS.items()}
+    for name, value in {"SciPy": points, **others}.items():
+        assert (best <= exact.objective(value) * (1 + 1e-12)).all(), name
+
+    single = pmaf.solve(problem, throw=True)
+    objective = exact.objective(single.value.double())
+    error = (objective - best) / best
+    # Rounding the exact solution to float32 already costs more than 1e-5 of the objective
+    # on one of the 2x2 problems, whose minimum is 1e-7.
+    rounded = (exact.objective(solution.value.float().double()) - best) / best
+    reachable = rounded.abs() <= 1e-5
+    assert reachable.sum() >= reachable.numel() - 1
+    assert (error[reachable].abs() <= 1e-5).all()
+    assert (error[~reachable].abs() <= rounded[~reachable].abs()).all()
+    assert (single.gap >= 0).all()
+
+
+def test_a_first_order_method_can_end_in_a_local_minimum_and_ours_does_not():
+    """The published finding behind `gap`: TWD is above the minimum on some 2x2 problems."""
+    problem = paper.problems(2, 2)
+    exact = pmaf.SphereLeastSquares(problem.A.double(), problem.b.double())
+    best = exact.objective(pmaf.less(exact.A, exact.b))
+    method = paper.METHODS["PGD+RM+TWD"]
+    reached = exact.objective(pmaf.less(problem.A, problem.b, solver=method).double())
+    above = (reached - best) / best
+    assert 80 <= int((above > 1e-5).sum()) <= 130
+    assert int((above > 1e-3).sum()) >= 1
+
+
+def test_paths_start_and_end_on_the_circle():
+    problem = paper.example()
+    for name, method in paper.METHODS.items():
+        points = paper.path(problem, method)
+        steps = int(pmaf.solve(problem, solver=method).iterations)
+        assert len(points) == 2 * steps + 1, name
+        np.testing.assert_allclose(points[[0, -1]].norm(dim=-1), 1, atol=1e-6)
