@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from pmaf._linalg import dot, matvec, outer_sum, rmatvec
+from pmaf._linalg import dot, matvec, outer_sum
+from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
-from pmaf.spectrum import TangentSolver, gram_spectrum
+from pmaf.spectrum import TangentSolver, gram_spectrum, merge_tolerance
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,26 @@ class _GramSystem:
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
         shift, gap, basis, spread = helper
         if basis.shape[-2] == 0:
-            basis, spread, floor, _ = gram_spectrum(matrix)
-            gap = shift + floor
-        solve = TangentSolver(basis, spread, gap, y)
-        z = solve(v)
+            spectrum = gram_spectrum(matrix)
+            basis, spread = spectrum.basis, spectrum.spread
+            gap = shift.squeeze(-1) + spectrum.floor
+            rounding = merge_tolerance(gap.dtype) * spectrum.top
+            gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
+        solve = TangentSolver(basis, spread, gap, y.squeeze(-2))
+        z = solve(v.squeeze(-2))
         # The basis may be that of a rounded Gram matrix; the residual is that of A.
-        return z + solve(v - self.product(z, matrix, shift))
+        rest = v - self.product(z.unsqueeze(-2), matrix, shift)
+        return (z + solve(rest.squeeze(-2))).unsqueeze(-2)
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
-        return rmatvec(matrix, matvec(matrix, z)) + shift.unsqueeze(-1) * z
+        return z @ matrix.mT @ matrix + shift.unsqueeze(-1) * z
 
     def pullback(
         self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
-        images = matvec(matrix, w), matvec(matrix, z)
-        return outer_sum(images, (z, w), matrix.shape), dot(w, z)
+        w_row, z_row = w.squeeze(-2), z.squeeze(-2)
+        images = matvec(matrix, w_row), matvec(matrix, z_row)
+        return outer_sum(images, (z_row, w_row), matrix.shape), (w * z).sum(-1)
 
 
 class LessConditions(NamedTuple):
@@ -62,7 +68,9 @@ class LessConditions(NamedTuple):
         return -dot(image, image - self.b)
 
     def tangent_solve(self, v: Tensor) -> Tensor:
-        return tangent_solve(_GramSystem(), v, self.y, self.A, self.multiplier(), self.helper)
+        shift = self.multiplier().unsqueeze(-1)
+        rows = v.unsqueeze(-2), self.y.unsqueeze(-2)
+        return tangent_solve(_GramSystem(), *rows, self.A, shift, self.helper).squeeze(-2)
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         image = matvec(self.A, z)
@@ -75,8 +83,11 @@ class LessConditions(NamedTuple):
         eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
         return self.A.mT @ self.A + self.multiplier()[..., None, None] * eye
 
-    def mixed(self, exploit: bool, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        return self._structured(needs) if exploit else self._autodiff(needs)
+    def contract(
+        self, k: Tensor, exploit: bool, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        blocks = self._structured(needs) if exploit else self._autodiff(needs)
+        return tuple(None if block is None else contract(k, block) for block in blocks)
 
     def _structured(self, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """`𝓑ᵢ = Aᵢyᵀ`, plus the residual in column `i`: the paper's Proposition 2.1."""

@@ -17,6 +17,9 @@ class ConvergenceError(RuntimeError):
     """The same, for those who asked for it with `throw=True`."""
 
 
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
 def shape_of(x: Tensor) -> str:
     return str(tuple(x.shape))
 
@@ -56,7 +59,7 @@ def require_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def require_broadcast(name: str, shape: torch.Size, other_name: str, other: torch.Size) -> None:
-    """Two batch shapes broadcast."""
+    """Two batch shapes broadcast with each other."""
     for size, other_size in zip(reversed(shape), reversed(other)):
         if size != other_size and size != 1 and other_size != 1:
             raise ValueError(
@@ -65,11 +68,21 @@ def require_broadcast(name: str, shape: torch.Size, other_name: str, other: torc
             )
 
 
+def require_fits(name: str, shape: torch.Size, batch: torch.Size) -> None:
+    """A batch shape broadcasts to another without enlarging it."""
+    padded = (1,) * (len(batch) - len(shape)) + tuple(shape)
+    if len(padded) != len(batch) or any(x not in (1, y) for x, y in zip(padded, batch)):
+        raise ValueError(
+            f"the batch dimensions {tuple(shape)} of {name} do not fit the batch "
+            f"{tuple(batch)} of the problem"
+        )
+
+
 def require_positive(name: str, x: object) -> None:
     """`x` is a finite number above zero."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(x).__name__}")
-    if not (x > 0 and math.isfinite(x)):
+    if not 0 < x < math.inf:
         raise ValueError(f"{name} must be positive and finite; got {x}")
 
 
@@ -105,10 +118,13 @@ def _require_real(name: str, x: object) -> Tensor:
         raise TypeError(
             f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor converts it)"
         )
-    if not x.is_floating_point():
+    if x.dtype not in _DTYPES:
         kind = "complex" if x.is_complex() else "not floating-point"
+        kind = "not supported" if x.is_floating_point() else kind
         raise TypeError(
             f"{name} has dtype {x.dtype}, which is {kind}; "
             "use float32 or float64 (float16 and bfloat16 are computed in float32)"
         )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; convert it with .to_dense()")
     return x

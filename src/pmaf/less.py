@@ -82,18 +82,28 @@ class SphereLeastSquares:
         return Secular()
 
     def certify(self, value: Tensor) -> Certificate:
+        errors.require_vector("value", value, "n")
+        if value.shape != (*self.batch_shape, self.n):
+            raise ValueError(
+                f"a solution of this problem has shape {(*self.batch_shape, self.n)}; "
+                f"got {errors.shape_of(value)}"
+            )
         A, b, y = self.A.double(), self.b.double(), value.double()
-        wide = type(self)(A, b, self.radius)
+        # All three measures are relative; in these units nothing over- or underflows.
+        unit = torch.maximum(A.abs().amax((-2, -1)), b.abs().amax(-1) / self.radius)
+        unit = torch.where(unit > 0, unit, torch.ones_like(unit))
+        A, b = A / unit[..., None, None], b / unit.unsqueeze(-1)
+        scaled = type(self)(A, b, self.radius)
         force = -rmatvec(A, matvec(A, y) - b)
         length = norm(y)
-        unit = sphere.project(y)
         multiplier = dot(y, force) / length.square()
         top = torch.linalg.matrix_norm(A, 2).square()
         top = torch.where(top > 0, top, torch.ones_like(top))
         return Certificate(
             feasibility=(length / self.radius - 1).abs(),
-            stationarity=norm(sphere.tangent(unit, force)) / (self.radius * wide.scale()),
-            optimality=(multiplier + wide.smallest_curvature()) / top,
+            stationarity=norm(sphere.tangent(sphere.project(y), force))
+            / (self.radius * scaled.scale()),
+            optimality=(multiplier + scaled.smallest_curvature()) / top,
         )
 
     def run(
@@ -113,6 +123,8 @@ class SphereLeastSquares:
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
         b = b / self.radius
         if isinstance(gradient, Unroll):
+            if init is not None:
+                errors.require_finite(init=(init, 1))
             outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
             outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
             announce(outcome, solver, throw)
@@ -129,11 +141,7 @@ class SphereLeastSquares:
                 f"init must have shape (*, {self.n}) to start a problem with A of shape "
                 f"{errors.shape_of(self.A)}; got {errors.shape_of(init)}"
             )
-        if torch.broadcast_shapes(init.shape[:-1], self.batch_shape) != self.batch_shape:
-            raise ValueError(
-                f"init of shape {errors.shape_of(init)} does not fit the batch "
-                f"{tuple(self.batch_shape)} of the problem"
-            )
+        errors.require_fits("init", init.shape[:-1], self.batch_shape)
 
     def _empty(self) -> Solution:
         value = self.A.sum(-2) + self.b.sum(-1, keepdim=True)
@@ -154,7 +162,8 @@ def _less_op(
     if init is not None:
         errors.require_finite(init=(init, 1))
     method: Solver = decode(solver)
-    outcome = method.solve(SphereLeastSquares(A, b), init=init, report=report)
+    with torch.autocast(A.device.type, enabled=False):
+        outcome = method.solve(SphereLeastSquares(A, b), init=init, report=report)
     announce(outcome, method, throw)
     return tuple(x.contiguous() for x in outcome)
 
@@ -198,6 +207,9 @@ def _less_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[
         return x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
 
     tensors = [lead(x, axis, own) for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))]
+    if in_dims[0] is None and in_dims[1] is None:
+        # Mapped over init alone: the problem is the same one each time.
+        tensors[1] = lead(b.expand(info.batch_size, *b.shape), 0, 1)
     outputs = torch.ops.pmaf.less(*tensors, *rest)
     mapped_A = in_dims[0] is not None or outputs[6].shape[-2] == 0
     return outputs, (*(0,) * 6, *(0 if mapped_A else None,) * 2)
@@ -226,8 +238,9 @@ class _Less(torch.autograd.Function):
         outcome = Outcome(*output)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        helper = Helper(outcome.multiplier, outcome.gap, outcome.basis, outcome.spread)
-        ctx.save_for_backward(A, b, outcome.value, *helper)
+        ctx.save_for_backward(
+            A, b, outcome.value, outcome.multiplier, outcome.gap, outcome.basis, outcome.spread
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -235,10 +248,11 @@ class _Less(torch.autograd.Function):
         nothing = (None,) * 5
         if incoming is None:
             return None, None, *nothing
-        A, b, y, *helper = ctx.saved_tensors
-        conditions = LessConditions(A, b, y, Helper(*helper))
+        A, b, y, multiplier, *rest = ctx.saved_tensors
+        conditions = LessConditions(A, b, y, Helper(multiplier.unsqueeze(-1), *rest))
         needs = ctx.needs_input_grad[:2]
-        dA, db = ctx.gradient.pullback(conditions, incoming, needs)
+        with torch.autocast(A.device.type, enabled=False):
+            dA, db = ctx.gradient.pullback(conditions, incoming, needs)
         return (
             None if dA is None else dA.sum_to_size(A.shape),
             None if db is None else db.sum_to_size(b.shape),

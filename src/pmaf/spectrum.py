@@ -82,14 +82,16 @@ def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
     m, n = A.shape[-2:]
     left, s, basis = torch.linalg.svd(A, full_matrices=False)
     left, s, basis = left.flip(-1), s.flip(-1), basis.flip(-2)
-    tolerance = merge_tolerance(A.dtype)
+    top = s[..., -1:]
+    # The usual numerical rank: below it a singular value is rounding, and means zero.
+    rank_tolerance = max(m, n) * torch.finfo(A.dtype).eps
+    s = torch.where(s > rank_tolerance * top, s, torch.zeros_like(s))
     if m >= n:
         low = s[..., :1]
-        rise = _merge(s - low, s[..., -1:], tolerance)
+        rise = _merge(s - low, top, merge_tolerance(A.dtype))
         return Spectrum(basis, rise * (s + low), s[..., 0].square(), True), left, s
-    kept = _merge(s, s[..., -1:], tolerance)
-    basis = basis * (kept > 0).unsqueeze(-1)
-    return Spectrum(basis, kept.square(), s.new_zeros(s.shape[:-1]), True), left, s
+    basis = basis * (s > 0).unsqueeze(-1)
+    return Spectrum(basis, s.square(), s.new_zeros(s.shape[:-1]), True), left, s
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
@@ -107,7 +109,10 @@ def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
     q = dot(y, y) - dot(y_in * ~lowest, y_in)
     determinant = q + gap * s_yy
     coupled = torch.where(determinant > 0, s_yy / torch.where(determinant > 0, determinant, 1), 0)
-    return spectrum.top * torch.maximum(coupled, inverse.amax(-1))
+    # Eigenvalues that rounding has made one: whatever tells them apart is at most the gap.
+    merged = lowest.sum(-1) > (1 if spectrum.complete else 0)
+    across = torch.where(merged, 1 / gap.clamp_min(torch.finfo(y.dtype).tiny), 0)
+    return spectrum.top * torch.stack([coupled, inverse.amax(-1), across]).amax(0)
 
 
 class TangentSolver:
@@ -125,7 +130,8 @@ class TangentSolver:
     """
 
     def __init__(self, basis: Tensor, spread: Tensor, gap: Tensor, y: Tensor) -> None:
-        tiny = merge_tolerance(y.dtype)
+        # Far below rounding: a spectrum from A itself resolves what its square does not.
+        tiny = merge_tolerance(y.dtype) ** 2
         low = gap.unsqueeze(-1)
         h = spread + low
         scale = h.abs().amax(-1, keepdim=True)
@@ -144,7 +150,7 @@ class TangentSolver:
         q, s_yy = q.unsqueeze(-1), dot(self.weighted, self.y_in).unsqueeze(-1)
 
         determinant = q + low * s_yy
-        regular = determinant.abs() > tiny**2 * (q + scale * s_yy)
+        regular = determinant.abs() > tiny * (q + scale * s_yy)
         # Where d vanishes the solution is not unique: couple the other rows alone.
         self.over_d = torch.where(regular, 1 / torch.where(regular, determinant, 1), 0)
         self.fallback = torch.where(regular, 0, 1 / torch.where(s_yy > 0, s_yy, 1))

@@ -1,15 +1,15 @@
 """The kernel of implicit differentiation, shared by all layers.
 
-At a solution `y` on the sphere with Hessian `H` of the Lagrangian, everything a
-gradient needs is the solution `z` of the bordered system
+At a solution with orthonormal rows `Y` (one for LESS, k for IED), everything a gradient
+needs is, for each incoming row `v`, the solution `z` of the bordered system
 
-    [ H   y ] [ z ]   [ v ]
-    [ yᵀ  0 ] [ ν ] = [ 0 ].
+    [ H   Yᵀ ] [ z ]   [ v ]
+    [ Y   0  ] [ ν ] = [ 0 ].
 
-`H` is made of a matrix and a shift, and how it is solved with is the system's business
-(an eigenbasis here, a Krylov method there). How the solution is differentiated is the
-same for all, and is written once, below. The derivative is the same kind of solve
-again, so any number of derivatives may follow.
+`H` is made of a matrix and of a shift for each row, and how it is solved with is the
+system's business (an eigenbasis here, a Krylov method there). How the solution is
+differentiated is the same for all, and is written once, below. The derivative is the
+same kind of solve again, so any number of derivatives may follow.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot
-
 
 class Helper(NamedTuple):
     """What the forward pass left behind to solve with; never differentiated."""
 
-    shift: Tensor  # (*,), value of the shift, to all the digits the solver has
+    shift: Tensor  # (*, k), value of the shifts, to all the digits the solver has
     gap: Tensor  # (*,), smallest eigenvalue of H
-    basis: Tensor  # (*, p, n), eigenvectors of H, or p = 0
+    basis: Tensor  # (*, p, n), eigenvectors of H as rows, or p = 0
     spread: Tensor  # (*, p), eigenvalues of H above the smallest
 
 
 class BorderedSystem(Protocol):
-    """A family of symmetric matrices `H(matrix, shift)`, without state of its own."""
+    """A family of symmetric matrices `H(matrix, shift)`, without state of its own.
+
+    Vectors come as rows: `v`, `w` and `z` are `(*, k, n)`, `y` is `(*, q, n)`.
+    """
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
         """`z`, by whatever means; not differentiated."""
@@ -45,7 +46,7 @@ class BorderedSystem(Protocol):
     def pullback(
         self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of `wᵀ H z` in the matrix and the shift."""
+        """Gradients of `Σ wᵀ H z` in the matrix and the shifts."""
         ...
 
 
@@ -86,9 +87,10 @@ class _TangentSolve(torch.autograd.Function):
         system = ctx.system
         v, y, matrix, shift, *helper, z = ctx.saved_tensors
         (incoming,) = grads
-        w = tangent_solve(system, incoming, y, matrix, shift, Helper(*helper))
-        nu = dot(y, v - system.product(z, matrix, shift))
-        omega = dot(y, incoming - system.product(w, matrix, shift))
-        dy = -(w * nu.unsqueeze(-1) + z * omega.unsqueeze(-1))
-        d_matrix, d_shift = system.pullback(w, z, matrix, shift)
+        with torch.autocast(matrix.device.type, enabled=False):
+            w = tangent_solve(system, incoming, y, matrix, shift, Helper(*helper))
+            nu = (v - system.product(z, matrix, shift)) @ y.mT
+            omega = (incoming - system.product(w, matrix, shift)) @ y.mT
+            dy = -(nu.mT @ w + omega.mT @ z)
+            d_matrix, d_shift = system.pullback(w, z, matrix, shift)
         return None, w, dy, -d_matrix, -d_shift, None, None, None, None

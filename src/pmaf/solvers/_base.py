@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,6 +62,9 @@ class Solver(Configured):
 
 def encode(x: Any) -> str:
     """A solver as text; the same as its `repr`, in terms that `torch.compile` can trace."""
+    if isinstance(x, float):
+        # Infinity has no literal; NumPy's floats print as calls.
+        return "1e999" if x == math.inf else repr(float(x))
     if not isinstance(x, Configured):
         return repr(x)
     names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]

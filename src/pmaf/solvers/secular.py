@@ -146,7 +146,6 @@ class Secular(Solver):
         lowest = (spread == 0).expand_as(c)
         pull = norm(c * lowest)  # of b towards the smallest eigenspace
         tied = pull <= noise
-        c = torch.where(lowest & tied.unsqueeze(-1), torch.zeros_like(c), c)
 
         partial = torch.where(lowest, 0, c / torch.where(lowest, 1, spread))
         slack = 1 - dot(partial, partial)
@@ -212,17 +211,21 @@ class Secular(Solver):
         """Squares of the entries leave the dtype's range: solve a scaled copy in float64."""
         dtype = A.dtype
         A, b = A.double(), b.double()
-        unit = _power_of_two(A.abs().amax((-2, -1)))
-        A, b = A / unit[..., None, None], b / unit[..., None]
-        # Beyond this the solution is the direction of Aᵀb, and the multiplier its length.
-        excess = _power_of_two(b.abs().amax(-1) * _NEGLIGIBLE).clamp_min(1)
-        b = b / excess.unsqueeze(-1)
+        unit, b_unit = _power_of_two(A.abs().amax((-2, -1))), _power_of_two(b.abs().amax(-1))
+        A, b = A / unit[..., None, None], b / b_unit.unsqueeze(-1)
+        # Beyond these ratios of b to A the solution is the direction of Aᵀb, or the
+        # smallest singular vector on its side, and the gap is proportional to b.
+        ratio = b_unit.log2() - unit.log2()
+        bounded = ratio.clamp(-_FAR, _FAR)
+        b = b * bounded.exp2().unsqueeze(-1)
         gram = A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
         init = None if init is None else init.double()
         found = self._direct(A, b, gram, rmatvec(A, b), init)
+        floor = found.gap - found.multiplier
+        gap = found.gap * (ratio - bounded).exp2()
         found = found._replace(
-            multiplier=found.multiplier * unit * (unit * excess),
-            gap=found.gap * unit * (unit * excess),
+            multiplier=(gap - floor) * unit * unit,
+            gap=gap * unit * unit,
             spread=found.spread * unit.square().unsqueeze(-1),
         )
         return Outcome(*(x.to(dtype) if x.is_floating_point() else x for x in found))
@@ -238,8 +241,8 @@ _TOO_STEEP = 1e3
 # Rounding errors of a product, in units of eps, are taken to be no more than this.
 _ROUNDINGS = 8
 
-# What is this much smaller than the rest does not show in float64, squared or not.
-_NEGLIGIBLE = 1e-60
+# A ratio of two to this power does not show in float64, squared or not.
+_FAR = 200
 
 
 def _power_of_two(x: Tensor) -> Tensor:
@@ -252,8 +255,9 @@ def _in_range(gram: Tensor, g: Tensor) -> bool:
     info = torch.finfo(gram.dtype)
     low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    fits = ((size > low) & (size < high)).all() & (norm(g) < high).all()
-    return bool(fits)
+    pull = g.abs().amax(-1)
+    fits = (size > low) & (size < high) & (pull < high) & ((pull > low) | (pull == 0))
+    return bool(fits.all())
 
 
 def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> Tensor:
