@@ -3,25 +3,31 @@
 Layers whose forward pass solves an optimisation problem and whose backward pass
 differentiates the solution implicitly:
 
-* `less`, least squares with the solution on a sphere.
+* `less`, least squares with the solution on a sphere;
+* `ied`, implicit eigen decomposition: the top eigenvectors of a matrix.
 """
 
 from pmaf import gradients, metrics, solvers
 from pmaf._solve import Certificate, Solution, certify, solve
 from pmaf.errors import ConvergenceError, ConvergenceWarning
+from pmaf.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
 from pmaf.less import LESS, SphereLeastSquares, less
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "IED",
     "LESS",
     "Certificate",
     "ConvergenceError",
     "ConvergenceWarning",
+    "Eigenpairs",
+    "PrincipalEigenvectors",
     "Solution",
     "SphereLeastSquares",
     "certify",
     "gradients",
+    "ied",
     "less",
     "metrics",
     "solve",

@@ -7,15 +7,30 @@ from torch import Tensor
 from pmaf._linalg import matvec, norm
 
 
-def fixed_point_distance(A: Tensor, y: Tensor, b: Tensor) -> Tensor:
-    """`‖Ay − b‖`, the distance that a LESS solution leaves.
+def fixed_point_distance(A: Tensor, y: Tensor, b: Tensor | None = None) -> Tensor:
+    """How far a solution is from the fixed point that defines it.
+
+    With `b`, that of LESS, `‖Ay − b‖`; without, that of IED, `‖y − Ay/‖Ay‖‖`.
 
     Args:
-        A: `(*, m, n)`.
+        A: `(*, m, n)`, square for IED.
         y: `(*, n)`, the solution.
         b: `(*, m)`.
     """
-    return norm(matvec(A, y) - b)
+    image = matvec(A, y)
+    if b is not None:
+        return norm(image - b)
+    return norm(y - image / norm(image).unsqueeze(-1))
+
+
+def eigen_distance(A: Tensor, value: Tensor, y: Tensor) -> Tensor:
+    """`‖Ay − λy‖`, how far from an eigenpair.
+
+    >>> import torch, pmaf
+    >>> pmaf.metrics.eigen_distance(torch.eye(2), torch.tensor(3.0), torch.tensor([0.0, 1.0]))
+    tensor(2.)
+    """
+    return norm(matvec(A, y) - value.unsqueeze(-1) * y)
 
 
 def mean_relative_error(values: Tensor, reference: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class Implicit(Gradient):
     be taken.
     """
 
-    serves = ("SphereLeastSquares",)
+    serves = ("SphereLeastSquares", "PrincipalEigenvectors")
+    whole = True
 
     def pullback(
         self, conditions: Conditions, v: Tensor, needs: Sequence[bool]

@@ -16,4 +16,4 @@ class Unroll(Gradient):
     an opaque solve has nothing to record.
     """
 
-    serves = ("SphereLeastSquares",)
+    serves = ("SphereLeastSquares", "PrincipalEigenvectors")

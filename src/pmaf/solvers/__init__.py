@@ -2,17 +2,25 @@
 
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers.auto import Auto
+from pmaf.solvers.dense import Dense
+from pmaf.solvers.lanczos import Lanczos
 from pmaf.solvers.line_search import Backtracking, LineSearch, TangentDecay
+from pmaf.solvers.power_iteration import PowerIteration
 from pmaf.solvers.projected_gradient import ProjectedGradient
 from pmaf.solvers.secular import Secular
+from pmaf.solvers.simultaneous_iteration import SimultaneousIteration
 
 __all__ = [
     "Auto",
     "Backtracking",
+    "Dense",
+    "Lanczos",
     "LineSearch",
     "Outcome",
+    "PowerIteration",
     "ProjectedGradient",
     "Secular",
+    "SimultaneousIteration",
     "Solver",
     "TangentDecay",
 ]

@@ -14,7 +14,7 @@ from pmaf.solvers._base import Outcome, Solver
 class Auto(Solver):
     """The fastest solver for the problem at hand among those that are globally optimal."""
 
-    serves = ("SphereLeastSquares",)
+    serves = ("SphereLeastSquares", "PrincipalEigenvectors")
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return self.resolve(problem).solve(problem, init=init, report=report)

@@ -1,0 +1,190 @@
+"""What the gradient rules are told about eigenvectors.
+
+For a symmetric matrix with requested eigenvectors as the rows of `Y`, an incoming
+gradient `v` of row `j` has a part inside span(Y), where the solve is closed form with
+the differences of requested eigenvalues, and a part outside, where `z` solves
+
+    (λⱼI − A) z = v − YᵀYv,   Yz = 0,
+
+a positive definite system on that space. Only gaps between a requested eigenvalue and
+the others ever appear in a denominator. Then `∂L/∂A = ½(ZᵀY + YᵀZ) + Yᵀdiag(∂L/∂λ)Y`.
+
+For a nonsymmetric matrix and one vector, eigenvector and eigenvalue are differentiated
+together: `[[λI − A, y], [yᵀ, 0]]ᵀ [w; ·] = [v; ∂L/∂λ]`, `∂L/∂A = w yᵀ`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.functional import jacobian
+
+from pmaf._deflated import deflated_solve
+from pmaf.gradients._base import contract
+from pmaf.gradients._tangent import Helper, tangent_solve
+from pmaf.spectrum import merge_tolerance
+
+
+@dataclass(frozen=True)
+class _ShiftedSystem:
+    """Bordered systems of `λⱼI − ½(A + Aᵀ)`, one shift for each row."""
+
+    def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
+        if helper.basis.shape[-2] == 0:
+            return deflated_solve(matrix, helper.shift, y, v)
+        k, basis, spread = y.shape[-2], helper.basis, helper.spread
+        # The requested vectors are the first k of the basis; the rest is solved for.
+        others, rises = basis[..., k:, :], spread[..., k:]
+        rise = rises.unsqueeze(-2) - spread[..., :k].unsqueeze(-1)
+        scale = spread.abs().amax(-1)[..., None, None]
+        apart = rise > merge_tolerance(v.dtype) * scale
+        inside = torch.where(apart, (v @ others.mT) / torch.where(apart, rise, 1), 0)
+        return inside @ others
+
+    def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+        return shift.unsqueeze(-1) * z - 0.5 * (z @ matrix + z @ matrix.mT)
+
+    def pullback(
+        self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return -_symmetric_product(w, z), (w * z).sum(-1)
+
+
+class EigenConditions(NamedTuple):
+    """Optimality conditions of requested eigenvectors, all of them at once."""
+
+    A: Tensor
+    y: Tensor  # (*, k, n), the vectors as rows
+    values: Tensor  # (*, k)
+    d_values: Tensor  # (*, k), incoming gradient of the values
+    symmetric: bool
+    helper: Helper
+
+    def tangent_solve(self, v: Tensor) -> Tensor:
+        if not self.symmetric:
+            return self._bordered_solve(v)
+        outside = tangent_solve(_ShiftedSystem(), v, self.y, self.A, self.values, self.helper)
+        k = self.values.shape[-1]
+        turn = torch.diag_embed(self.d_values)
+        if k > 1:
+            inside = self.y @ v.mT
+            difference = self.values.unsqueeze(-2) - self.values.unsqueeze(-1)
+            scale = self.values.detach().abs().amax(-1)[..., None, None]
+            apart = difference.abs() > merge_tolerance(v.dtype) * scale
+            antisymmetric = 0.5 * (inside - inside.mT)
+            turn = turn + torch.where(apart, antisymmetric / torch.where(apart, difference, 1), 0)
+        return outside + turn @ self.y
+
+    def _bordered_solve(self, v: Tensor) -> Tensor:
+        n = self.A.shape[-1]
+        eye = torch.eye(n, dtype=self.A.dtype, device=self.A.device)
+        inner = self.values.unsqueeze(-1) * eye - self.A.mT
+        top = torch.cat([inner, self.y.mT], -1)
+        bottom = torch.cat([self.y, torch.zeros_like(self.y[..., :1])], -1)
+        right = torch.cat([v, self.d_values.unsqueeze(-1)], -1)
+        bordered = torch.cat([top, bottom], -2)
+        return torch.linalg.solve(bordered, right.mT).mT[..., :n]
+
+    def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        if not needs[0]:
+            return (None,)
+        return (_symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y,)
+
+    def columns(self) -> list[ColumnConditions]:
+        """The same for one vector at a time, as the paper's rules want it."""
+        A = 0.5 * (self.A + self.A.mT) if self.symmetric else self.A
+        return [
+            ColumnConditions(A, self.y[..., j, :], self.values[..., j], self.symmetric)
+            for j in range(self.y.shape[-2])
+        ]
+
+
+class ColumnConditions(NamedTuple):
+    """Optimality conditions of one eigenvector `y` as the maximiser of `yᵀAy`."""
+
+    A: Tensor
+    y: Tensor  # (*, n)
+    value: Tensor  # (*,)
+    symmetric: bool
+
+    def hessian(self) -> Tensor:
+        """`2λI − (A + Aᵀ)`, and `yyᵀ` times a constant.
+
+        Without the latter it is singular along `y`. On the tangent space, which is all
+        that `𝒦` depends on, it makes no difference.
+        """
+        n = self.A.shape[-1]
+        eye = torch.eye(n, dtype=self.A.dtype, device=self.A.device)
+        value = self.value[..., None, None]
+        lift = 2 * torch.linalg.matrix_norm(self.A.detach())[..., None, None]
+        outer = self.y.unsqueeze(-1) * self.y.unsqueeze(-2)
+        return 2 * value * eye - (self.A + self.A.mT) + lift * outer
+
+    def contract(
+        self, k: Tensor, exploit: bool, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        if not exploit:
+            return (contract(k, _per_entry(_slope, self.A, self.y)),)
+        rows = k.unsqueeze(-2), self.y.unsqueeze(-2)
+        return (-2 * _symmetric_product(*rows),)
+
+    def fixed_point_hessian(self, exploit: bool) -> Tensor:
+        """Derivative of `y − Ay/‖Ay‖` in `y`, `I − (I − yyᵀ)A/λ`."""
+        if not exploit:
+            return _per_entry(lambda y, A: _fixed_point(A, y), self.y, self.A)
+        eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
+        image = self.A / self.value[..., None, None]
+        row = self.y.unsqueeze(-2)
+        return eye - image + row.mT @ (row @ image)
+
+    def fixed_point_contract(self, w: Tensor, exploit: bool) -> Tensor:
+        """`−wᵀ` times the derivative of `y − Ay/‖Ay‖` in `A`."""
+        if not exploit:
+            full = -contract(w, _per_entry(_fixed_point, self.A, self.y))
+        else:
+            along = (w * self.y).sum(-1, keepdim=True)
+            left = (w - along * self.y) / self.value.unsqueeze(-1)
+            full = left.unsqueeze(-1) * self.y.unsqueeze(-2)
+        return 0.5 * (full + full.mT) if self.symmetric else full
+
+
+def _symmetric_product(z: Tensor, y: Tensor) -> Tensor:
+    """`½(ZᵀY + YᵀZ)` for rows `Z`, `Y`, as one product."""
+    left, right = torch.cat([0.5 * z, y], -2), torch.cat([y, 0.5 * z], -2)
+    return left.mT @ right
+
+
+def _slope(A: Tensor, y: Tensor) -> Tensor:
+    """Gradient of `−yᵀAy` in `y`, by autodiff."""
+    y = y if y.requires_grad else y.detach().requires_grad_()
+    return torch.autograd.grad(-(y @ (A @ y)), y, create_graph=True)[0]
+
+
+def _fixed_point(A: Tensor, y: Tensor) -> Tensor:
+    image = A @ y
+    # A negative eigenvalue flips the iterate; the fixed point is one up to sign.
+    image = torch.where(image @ y < 0, -image, image)
+    return y - image / image.norm()
+
+
+def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
+    """Jacobian in `x` of a function of `x` and `other`, one batch entry at a time."""
+    keep = torch.is_grad_enabled()
+    batch = x.shape[: x.dim() - (1 if x.dim() < other.dim() else 2)]
+    if not keep:
+        x, other = x.detach(), other.detach()
+    with torch.enable_grad():
+        xs, others = (
+            x.reshape(-1, *x.shape[len(batch) :]),
+            other.reshape(-1, *other.shape[len(batch) :]),
+        )
+        rows = [
+            jacobian(lambda a, o=o: function(a, o), entry, create_graph=keep)
+            for entry, o in zip(xs, others)
+        ]
+    stacked = torch.stack(rows)
+    return stacked.reshape(*batch, *stacked.shape[1:])

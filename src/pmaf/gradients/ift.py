@@ -1,0 +1,36 @@
+"""The paper's second rule for eigenvectors: the fixed point of power iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.gradients._base import Gradient
+
+
+@dataclass(frozen=True)
+class IFT(Gradient):
+    """Differentiate `y = Ay/‖Ay‖`: `∇L = −v H⁻¹ 𝓑` with `H = I − (I − yyᵀ)A/λ`.
+
+    Solves with the transpose of `H`, as the formula has it; the published code solves
+    with `H` itself, which for a nonsymmetric matrix is something else.
+
+    Args:
+        exploit: use the structure of `H` and `𝓑` ("E"), or build both by automatic
+            differentiation, one batch entry at a time ("J").
+    """
+
+    serves = ("PrincipalEigenvectors",)
+
+    exploit: bool = True
+
+    def pullback(
+        self, conditions: Any, v: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        H = conditions.fixed_point_hessian(self.exploit)
+        w = torch.linalg.solve(H.mT, v.unsqueeze(-1)).squeeze(-1)
+        return (conditions.fixed_point_contract(w, self.exploit),)

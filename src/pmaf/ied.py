@@ -1,0 +1,438 @@
+"""IED, implicit eigen decomposition: `max tr(uᵀAu)` subject to `uᵀu = I`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pmaf import errors, sphere
+from pmaf._ied_rules import EigenConditions
+from pmaf._linalg import norm
+from pmaf._solve import Certificate, Solution, announce, require_rules
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients._tangent import Helper
+from pmaf.solvers import Auto, Dense, Lanczos, Outcome, Solver
+from pmaf.solvers._base import decode, encode
+
+
+class Eigenpairs(NamedTuple):
+    """Eigenvalues and eigenvectors: `(*,)` and `(*, n)`, or `(*, k)` and `(*, n, k)`."""
+
+    values: Tensor
+    vectors: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PrincipalEigenvectors:
+    """The problem `max tr(uᵀAu)` subject to `uᵀu = I`, one per batch entry.
+
+    Args:
+        A: `(*, n, n)`. With `symmetric=True` its symmetric part is used.
+        k: how many eigenvectors; None for one, without a dimension for it.
+        largest: the largest eigenvalues, or the smallest.
+        symmetric: False for the dominant real eigenvalue of a general matrix, the largest
+            in modulus; only for one vector.
+        descending: order of the eigenvalues if there are several.
+        reference: `(*, n)` or `(*, n, k)`, what each eigenvector is turned towards; all
+            ones unless given. Pass the previous solution to keep signs through training.
+    """
+
+    A: Tensor
+    k: int | None = None
+    largest: bool = True
+    symmetric: bool = True
+    descending: bool = True
+    reference: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        A, k = self.A, self.k
+        errors.require_matrix("A", A, "n, n")
+        if A.shape[-1] != A.shape[-2]:
+            raise ValueError(
+                f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
+                " (for the principal directions of a data matrix X, pass X.mT @ X)"
+            )
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
+            raise TypeError(f"k must be None or an integer; got {k!r}")
+        if k is not None and not 1 <= k <= A.shape[-1]:
+            raise ValueError(f"k must lie between 1 and n = {A.shape[-1]}; got {k}")
+        if not self.symmetric and (k is not None and k > 1):
+            raise ValueError(
+                f"symmetric=False finds the dominant eigenvector only; got k={k}, use k=1 or None"
+            )
+        if not self.symmetric and not self.largest:
+            raise ValueError(
+                "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
+                "ordered by modulus, and the smallest is the dominant one of the inverse"
+            )
+        if self.reference is not None:
+            self._require_reference(self.reference)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.A.shape[:-2]
+
+    @property
+    def n(self) -> int:
+        return self.A.shape[-1]
+
+    @property
+    def width(self) -> int:
+        """Number of eigenvectors."""
+        return 1 if self.k is None else self.k
+
+    def with_matrix(self, A: Tensor) -> PrincipalEigenvectors:
+        """The same question about other matrices."""
+        return PrincipalEigenvectors(A, self.k, symmetric=self.symmetric)
+
+    def operand(self) -> Tensor:
+        """The matrix whose eigenvectors are asked for."""
+        return 0.5 * (self.A + self.A.mT) if self.symmetric else self.A
+
+    def spectrum(self) -> Tensor:
+        """All eigenvalues of the symmetric part, descending, `(*, n)`."""
+        return torch.linalg.eigvalsh(self.operand().detach()).flip(-1)
+
+    def modulus_gap(self, moduli: Tensor | None = None) -> Tensor:
+        """Distance in modulus between the dominant eigenvalue and the next, `(*,)`."""
+        known = torch.linalg.eigvals(self.A.detach()).abs() if moduli is None else moduli
+        if self.n == 1:
+            return torch.full_like(known[..., 0], torch.inf)
+        first, second = known.topk(2, -1).values.unbind(-1)
+        return first - second
+
+    def residual(self, values: Tensor, rows: Tensor) -> Tensor:
+        """`max ‖Ay − λy‖/‖A‖` over the vectors, `(*,)`."""
+        M, rows = self.operand().detach(), rows.detach()
+        size = torch.linalg.matrix_norm(M)
+        rest = norm(rows @ M.mT - values.detach().unsqueeze(-1) * rows).amax(-1)
+        return rest / torch.where(size == 0, torch.ones_like(size), size)
+
+    def best_solver(self) -> Solver:
+        """What `Auto()` stands for."""
+        if not self.symmetric or self.n < _KRYLOV_FROM or self.width > self.n // 16:
+            return Dense()
+        return Lanczos(fallback=True)
+
+    def certify(self, value: Tensor) -> Certificate:
+        """Checked against all eigenvalues, in float64.
+
+        `optimality` is by how much the eigenvalues found exceed the true ones (fall short
+        of them, for the smallest), relative to the matrix: zero at best.
+        """
+        A = self.operand().double()
+        Y = (value.unsqueeze(-1) if self.k is None else value).double()
+        size = torch.linalg.matrix_norm(A)
+        size = torch.where(size == 0, torch.ones_like(size), size)
+        image = A @ Y
+        values = (Y * image).sum(-2) / (Y * Y).sum(-2)
+        eye = torch.eye(self.width, dtype=A.dtype, device=A.device)
+        if self.symmetric:
+            exact = torch.linalg.eigvalsh(A)
+            exact = exact[..., -self.width :] if self.largest else exact[..., : self.width]
+            surplus = values.sort(-1).values - exact
+            surplus = surplus if self.largest else -surplus
+        else:
+            surplus = values.abs() - torch.linalg.eigvals(A).abs().amax(-1, keepdim=True)
+        return Certificate(
+            feasibility=(Y.mT @ Y - eye).abs().amax((-2, -1)),
+            stationarity=torch.linalg.vector_norm(image - Y * values.unsqueeze(-2), dim=-2).amax(-1)
+            / size,
+            optimality=surplus.amin(-1) / size,
+        )
+
+    def run(
+        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
+    ) -> Solution:
+        require_rules(self, solver, gradient)
+        A, dtype = self.A, self.A.dtype
+        if 0 in self.batch_shape:
+            return self._empty()
+        if init is not None:
+            self._require_reference(init, "init")
+            init = init.unsqueeze(-1) if init.dim() < 2 or init.shape[-1] == self.n else init
+        if dtype in (torch.float16, torch.bfloat16):
+            A, init = A.float(), None if init is None else init.float()
+        # The smallest eigenvalues are the largest of −A, in the opposite order.
+        sign = 1.0 if self.largest else -1.0
+        A = A if self.largest else -A
+        if isinstance(gradient, Unroll):
+            problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
+            outcome = solver.solve(problem, init=init, report=report)
+            outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
+            announce(outcome, solver, throw)
+        else:
+            text = encode(solver.resolve(self))
+            outcome = Outcome(
+                *_Ied.apply(A, init, self.width, self.symmetric, text, gradient, report, throw)  # pyright: ignore[reportGeneralTypeIssues]
+            )
+        values, rows = sign * outcome.multiplier, outcome.value
+        rows = rows * self._signs(rows).unsqueeze(-1)
+        if self.descending != self.largest:
+            values, rows = values.flip(-1), rows.flip(-2)
+        vectors = rows.mT
+        if self.k is None:
+            values, vectors = values.squeeze(-1), vectors.squeeze(-1)
+        return Solution(vectors.to(dtype), values.to(dtype), *outcome[2:6])
+
+    def _signs(self, rows: Tensor) -> Tensor:
+        """Which way to turn each row, `(*, k)`.
+
+        Towards the reference. Where that is orthogonal, the paper leaves the sign alone;
+        towards a fixed direction first, so that what is left alone is reproducible.
+        """
+        rows = rows.detach()
+        ones, plain = sphere.references(rows)
+        reference = ones if self.reference is None else self.reference.to(rows)
+        if self.reference is not None and self._is_block(self.reference):
+            reference = reference.mT
+            if self.descending != self.largest:
+                reference = reference.flip(-2)
+        elif self.reference is not None:
+            reference = reference.unsqueeze(-2)
+        dots = (rows * reference).sum(-1)
+        tolerance = 8 * torch.finfo(rows.dtype).eps * norm(reference)
+        orthogonal = dots.abs() <= tolerance
+        dots = torch.where(orthogonal, (rows * plain).sum(-1), dots)
+        return torch.where(dots < 0, -torch.ones_like(dots), torch.ones_like(dots))
+
+    def _is_block(self, reference: Tensor) -> bool:
+        """Whether a reference has one column per eigenvector."""
+        return self.k is not None and reference.dim() > 1 and reference.shape[-2] == self.n
+
+    def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
+        errors.require_vector(name, reference, "n")
+        errors.require_alike(name, reference, "A", self.A)
+        block = self._is_block(reference) and reference.shape[-1] in (1, self.width)
+        if not block and reference.shape[-1] != self.n:
+            wanted = f"(*, {self.n})" + ("" if self.k is None else f" or (*, {self.n}, {self.k})")
+            raise ValueError(f"{name} must have shape {wanted}; got {errors.shape_of(reference)}")
+        lead = reference.shape[:-2] if block else reference.shape[:-1]
+        errors.require_fits(name, lead, self.batch_shape)
+
+    def _empty(self) -> Solution:
+        row = self.A.sum(-2)
+        vectors = row if self.k is None else row.unsqueeze(-1).expand(*row.shape, self.k)
+        values = row.sum(-1) if self.k is None else row[..., : self.k]
+        blank = row.detach().sum(-1)
+        count = blank.to(torch.int64)
+        return Solution(vectors, values, blank, blank, count, count.bool())
+
+
+# Below this size a full decomposition is faster than its alternatives.
+_KRYLOV_FROM = 320
+
+
+@torch.library.custom_op(
+    "pmaf::ied",
+    mutates_args=(),
+    schema="(Tensor A, Tensor? init, int k, bool symmetric, str solver, bool report, bool throw)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _ied_op(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    if init is not None:
+        errors.require_finite(init=(init, 2))
+    method: Solver = decode(solver)
+    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    with torch.autocast(A.device.type, enabled=False):
+        outcome = method.solve(problem, init=init, report=report)
+    announce(outcome, method, throw)
+    outcome = [x.contiguous() for x in outcome]
+    # An operator's outputs may not share memory.
+    outcome[0] = outcome[0].clone()
+    return tuple(outcome)
+
+
+@_ied_op.register_fake
+def _ied_fake(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    batch, n = A.shape[:-2], A.shape[-1]
+    p = n if decode(solver).keeps_basis and symmetric else 0
+    row = A.new_empty(batch)
+    return (
+        A.new_empty((*batch, k, n)),
+        A.new_empty((*batch, k)),
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row, dtype=torch.int64),
+        torch.empty_like(row, dtype=torch.bool),
+        A.new_empty((*batch, p, n)),
+        A.new_empty((*batch, p)),
+    )
+
+
+@_ied_op.register_vmap
+def _ied_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    A, init, *rest = args
+    A = A.expand(info.batch_size, *A.shape) if in_dims[0] is None else A.movedim(in_dims[0], 0)
+    if init is not None and in_dims[1] is not None:
+        init = init.movedim(in_dims[1], 0)
+        missing = A.dim() - init.dim()
+        init = init.reshape(init.shape[0], *(1,) * missing, *init.shape[1:])
+    return torch.ops.pmaf.ied(A, init, *rest), (0,) * 8
+
+
+class _Ied(torch.autograd.Function):
+    """The differentiable solve: an opaque operator and its rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        A: Tensor,
+        init: Tensor | None,
+        k: int,
+        symmetric: bool,
+        solver: str,
+        gradient: Gradient,
+        report: bool,
+        throw: bool,
+    ) -> tuple[Tensor, ...]:
+        return torch.ops.pmaf.ied(A, init, k, symmetric, solver, report, throw)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        A, _, _, ctx.symmetric, _, ctx.gradient, _, _ = inputs
+        found = Outcome(*output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(
+            A, found.value, found.multiplier, found.gap, found.basis, found.spread
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 7
+        v, d_values = grads[:2]
+        if v is None and d_values is None:
+            return None, *nothing
+        A, y, values, *rest = ctx.saved_tensors
+        v = torch.zeros_like(y) if v is None else v
+        d_values = torch.zeros_like(values) if d_values is None else d_values
+        helper = Helper(values, *rest)
+        conditions = EigenConditions(A, y, values, d_values, ctx.symmetric, helper)
+        with torch.autocast(A.device.type, enabled=False):
+            return _pullback(conditions, ctx.gradient, v), *nothing
+
+
+def _pullback(conditions: EigenConditions, gradient: Gradient, v: Tensor) -> Tensor | None:
+    if gradient.whole:
+        return gradient.pullback(conditions, v, (True,))[0]
+    # One vector at a time. The value is yᵀAy, whatever rule y is differentiated by.
+    A, y, d_values = conditions.A, conditions.y, conditions.d_values.unsqueeze(-1)
+    v = v + d_values * (y @ A + y @ A.mT)
+    dA = (d_values * y).mT @ y
+    for j, column in enumerate(conditions.columns()):
+        (term,) = gradient.pullback(column, v[..., j, :], (True,))
+        dA = dA if term is None else dA + term
+    return dA
+
+
+def ied(
+    A: Tensor,
+    k: int | None = None,
+    *,
+    largest: bool = True,
+    symmetric: bool = True,
+    descending: bool = True,
+    solver: Solver | None = None,
+    gradient: Gradient | None = None,
+    reference: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Eigenpairs:
+    """Principal eigenvectors and their eigenvalues, differentiable.
+
+    Gradients are finite and exact whenever the requested eigenvalues are simple, however
+    often other eigenvalues repeat.
+
+    Args:
+        A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.
+            With `symmetric=True` its symmetric part is used, and gradients are symmetric.
+        k: how many; None for one, without a dimension for it.
+        largest: the largest eigenvalues, or the smallest.
+        symmetric: False for the dominant real eigenvalue of a general matrix.
+        descending: order of the eigenvalues if there are several.
+        solver: one of `pmaf.solvers`; `Auto()` unless given.
+        gradient: one of `pmaf.gradients`; `Implicit()` unless given.
+        reference: `(*, n)` or `(*, n, k)`, what each eigenvector is turned towards; all
+            ones unless given.
+        generator: draws the start of an iterative solver; without it the start is fixed.
+
+    Returns:
+        `Eigenpairs(values, vectors)`, `(*,)` and `(*, n)`, or `(*, k)` and `(*, n, k)`.
+
+    >>> import torch, pmaf
+    >>> values, vectors = pmaf.ied(torch.diag(torch.tensor([3.0, 1.0, 1.0, 1.0])))
+    >>> values, vectors
+    (tensor(3.), tensor([1., 0., 0., 0.]))
+    """
+    problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
+    init = None
+    if generator is not None:
+        shape = (problem.n, problem.width)
+        init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+        init = init.to(A)[..., 0] if k is None else init.to(A)
+    solution = problem.run(
+        solver or Auto(), gradient or Implicit(), init=init, report=False, throw=False
+    )
+    return Eigenpairs(solution.multiplier, solution.value)
+
+
+class IED(nn.Module):
+    """`pmaf.ied` as a module, with the same keywords and results.
+
+    >>> import torch, pmaf
+    >>> pmaf.IED(k=3, largest=False)
+    IED(k=3, largest=False, symmetric=True, descending=True, solver=Auto(), gradient=Implicit())
+    """
+
+    def __init__(
+        self,
+        k: int | None = None,
+        *,
+        largest: bool = True,
+        symmetric: bool = True,
+        descending: bool = True,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.k, self.largest, self.symmetric, self.descending = k, largest, symmetric, descending
+        self.solver, self.gradient = solver or Auto(), gradient or Implicit()
+        self.generator = generator
+
+    def forward(self, A: Tensor, reference: Tensor | None = None) -> Eigenpairs:
+        return ied(
+            A,
+            self.k,
+            largest=self.largest,
+            symmetric=self.symmetric,
+            descending=self.descending,
+            solver=self.solver,
+            gradient=self.gradient,
+            reference=reference,
+            generator=self.generator,
+        )
+
+    def extra_repr(self) -> str:
+        names = ("k", "largest", "symmetric", "descending", "solver", "gradient")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

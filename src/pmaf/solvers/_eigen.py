@@ -1,0 +1,104 @@
+"""What the eigenvector solvers share: starts, orthonormal blocks, the final report.
+
+Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_finite
+from pmaf.solvers._base import Outcome
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int) -> Tensor:
+    """Where to start, `(*, n, width)`: `init` first, then fixed directions without structure.
+
+    The same for every batch entry and every call: a start that is random in the sense of
+    the algorithms, but never in the sense of the user.
+    """
+    A = problem.A
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(problem.n, width, generator=generator, dtype=torch.float64).to(A)
+    block = block.expand(*problem.batch_shape, -1, -1)
+    if init is not None:
+        given = init.expand(*problem.batch_shape, -1, -1)[..., :width]
+        block = torch.cat([given, block[..., given.shape[-1] :]], -1)
+    return block
+
+
+def orthonormal(block: Tensor) -> Tensor:
+    """An orthonormal basis of the columns, each on the side of the column it came from."""
+    q, r = torch.linalg.qr(block)
+    diagonal = r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    return torch.where(diagonal < 0, -q, q)
+
+
+def rayleigh_ritz(M: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best eigenpairs within an orthonormal block: values descending, vectors, `M` vectors."""
+    image = M @ block
+    small = block.mT @ image
+    values, vectors = torch.linalg.eigh(0.5 * (small + small.mT))
+    vectors = vectors.flip(-1)
+    return values.flip(-1), block @ vectors, image @ vectors
+
+
+def norm_of(M: Tensor) -> Tensor:
+    """Frobenius norm, one where it is zero, `(*,)`; complains of non-finite entries."""
+    size = torch.linalg.matrix_norm(M)
+    if not torch.isfinite(size).all():
+        require_finite(A=(M, 2))
+    return torch.where(size == 0, torch.ones_like(size), size)
+
+
+def residual_of(M: Tensor, values: Tensor, vectors: Tensor, size: Tensor) -> Tensor:
+    """`max ‖My − λy‖/‖M‖` over the columns, `(*,)`."""
+    rest = M @ vectors - vectors * values.unsqueeze(-2)
+    return torch.linalg.vector_norm(rest, dim=-2).amax(-1) / size
+
+
+def outcome(
+    problem: PrincipalEigenvectors,
+    values: Tensor,
+    vectors: Tensor,
+    *,
+    residual: Tensor,
+    iterations: Tensor,
+    converged: Tensor,
+    report: bool,
+) -> Outcome:
+    """An outcome without an eigenbasis; the gap is looked up only for a report."""
+    k, n = values.shape[-1], problem.n
+    batch = problem.batch_shape
+    gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
+    if report:
+        gap = gap_of(problem.spectrum(), k) if problem.symmetric else problem.modulus_gap()
+    return Outcome(
+        value=vectors.mT,
+        multiplier=values,
+        residual=residual,
+        gap=gap,
+        iterations=iterations,
+        converged=converged,
+        basis=values.new_empty((*batch, 0, n)),
+        spread=values.new_empty((*batch, 0)),
+    )
+
+
+def gap_of(spectrum: Tensor, k: int) -> Tensor:
+    """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
+
+    `spectrum` has all eigenvalues, descending; the first `k` are requested. Infinite for
+    a matrix with a single eigenvalue.
+    """
+    n = spectrum.shape[-1]
+    if n == 1:
+        return torch.full_like(spectrum[..., 0], torch.inf)
+    steps = spectrum[..., :-1] - spectrum[..., 1:]
+    return steps[..., : min(k, n - 1)].amin(-1)

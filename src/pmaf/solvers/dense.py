@@ -1,0 +1,92 @@
+"""Eigenvectors from the full decomposition of the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_finite
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._eigen import gap_of
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+@dataclass(frozen=True)
+class Dense(Solver):
+    """`torch.linalg.eigh`, or `eig` for a nonsymmetric matrix.
+
+    The whole decomposition is paid for, and kept: it makes the backward pass a few
+    products. Unrolled, it is the paper's "AutoDiff", with torch's own derivative.
+    """
+
+    serves = ("PrincipalEigenvectors",)
+    keeps_basis = True
+    unrollable = True
+
+    def solve(
+        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        try:
+            found = self._symmetric(problem) if problem.symmetric else self._general(problem)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            require_finite(A=(problem.A, 2))
+            raise
+        if not torch.isfinite(found.multiplier).all():
+            require_finite(A=(problem.A, 2))
+        return found
+
+    def advice(self) -> str:
+        return (
+            "the dominant eigenvalue is complex or not simple, so that there is no real "
+            "eigenvector to single out; use a symmetric or entrywise positive matrix"
+        )
+
+    def _symmetric(self, problem: PrincipalEigenvectors) -> Outcome:
+        k = problem.width
+        values, vectors = torch.linalg.eigh(problem.operand())
+        values, rows = values.flip(-1), vectors.mT.flip(-2)
+        top = values[..., :1]
+        converged = torch.ones(problem.batch_shape, dtype=torch.bool, device=values.device)
+        return Outcome(
+            value=rows[..., :k, :],
+            multiplier=values[..., :k],
+            residual=problem.residual(values[..., :k], rows[..., :k, :]),
+            gap=gap_of(values.detach(), k),
+            iterations=torch.zeros_like(converged, dtype=torch.int64),
+            converged=converged,
+            basis=rows,
+            spread=top - values,
+        )
+
+    def _general(self, problem: PrincipalEigenvectors) -> Outcome:
+        A = problem.A
+        values, vectors = torch.linalg.eig(A)
+        moduli = values.abs()
+        order = moduli.argsort(-1, descending=True)
+        first = order[..., :1]
+        value = values.gather(-1, first)
+        vector = vectors.gather(-1, first.unsqueeze(-2).expand(*vectors.shape[:-1], 1)).squeeze(-1)
+        # Of a complex eigenvector, the phase that makes its largest entry real.
+        largest = vector.gather(-1, vector.abs().argmax(-1, keepdim=True))
+        row = (vector * largest.conj() / largest.abs()).real
+        row = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        gap = problem.modulus_gap(moduli)
+        eps = torch.finfo(A.dtype).eps
+        size = moduli.amax(-1)
+        real = value.imag.abs().squeeze(-1) <= 8 * eps * size
+        simple = gap > 8 * eps * size
+        return Outcome(
+            value=row.unsqueeze(-2),
+            multiplier=value.real,
+            residual=problem.residual(value.real, row.unsqueeze(-2)),
+            gap=gap,
+            iterations=torch.zeros(problem.batch_shape, dtype=torch.int64, device=A.device),
+            converged=real & simple,
+            basis=A.new_empty((*problem.batch_shape, 0, problem.n)),
+            spread=A.new_empty((*problem.batch_shape, 0)),
+        )

@@ -1,0 +1,127 @@
+"""Top eigenvectors of a symmetric matrix from block Krylov spaces, with restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._eigen import norm_of, outcome, rayleigh_ritz, start_block
+from pmaf.solvers._loop import iterate
+from pmaf.solvers.dense import Dense
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+class _Ritz(NamedTuple):
+    block: Tensor  # (*, n, p), Ritz vectors, the best first
+    values: Tensor  # (*, p)
+    residual: Tensor  # (*,)
+
+
+@dataclass(frozen=True)
+class Lanczos(Solver):
+    """Rayleigh–Ritz on `span(X, AX, …, Aᵈ⁻¹X)`, restarted from its best vectors.
+
+    Args:
+        depth: products per restart, d.
+        extra: columns of `X` beyond the k requested; they pull apart close eigenvalues.
+        restarts: at most so many.
+        tolerance: on `‖Ay − λy‖/‖A‖`; a few roundings unless given.
+        fallback: decompose what has not converged by `Dense()`.
+    """
+
+    serves = ("PrincipalEigenvectors",)
+
+    depth: int = 12
+    extra: int = 2
+    restarts: int = 30
+    tolerance: float | None = None
+    fallback: bool = False
+
+    def solve(
+        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        if not problem.symmetric:
+            raise ValueError(
+                "Lanczos() is for symmetric matrices; use Dense() or PowerIteration() "
+                "with symmetric=False"
+            )
+        k, width, depth = problem.width, problem.width + self.extra, self.depth
+        if width * depth >= problem.n:
+            # The Krylov space would be the whole space.
+            return _without_basis(Dense().solve(problem))
+        M = problem.operand()
+        size = norm_of(M)
+        eps = torch.finfo(M.dtype).eps
+        tolerance = 4 * eps if self.tolerance is None else self.tolerance
+
+        def restart(state: _Ritz) -> tuple[_Ritz, Tensor]:
+            values, vectors, images = rayleigh_ritz(M, _krylov(M, state.block, depth))
+            values, vectors, images = values[..., :width], vectors[..., :width], images[..., :width]
+            rest = (images - vectors * values.unsqueeze(-2))[..., :k]
+            residual = torch.linalg.vector_norm(rest, dim=-2).amax(-1) / size
+            return _Ritz(vectors, values, residual), residual <= tolerance
+
+        batch = problem.batch_shape
+        start = start_block(problem, init, width)
+        zeros = M.new_zeros((*batch, width))
+        run = iterate(
+            restart,
+            _Ritz(start, zeros, zeros[..., 0]),
+            active=torch.ones(batch, dtype=torch.bool, device=M.device),
+            max_iterations=self.restarts,
+        )
+        found = outcome(
+            problem,
+            run.state.values[..., :k],
+            run.state.block[..., :k],
+            residual=run.state.residual,
+            iterations=run.iterations * depth,
+            converged=run.finished,
+            report=report,
+        )
+        if self.fallback and not run.finished.all():
+            return self._complete(problem, found)
+        return found
+
+    def advice(self) -> str:
+        return "raise restarts or depth, or use Dense()"
+
+    def _complete(self, problem: PrincipalEigenvectors, found: Outcome) -> Outcome:
+        """Replace the entries that have not converged by those of a full decomposition."""
+        left = ~found.converged
+        # A single matrix has no batch dimension to select from.
+        part = problem.A[left] if problem.batch_shape else problem.A.unsqueeze(0)
+        dense = Dense().solve(problem.with_matrix(part))
+        merged = []
+        for name, old, new in zip(Outcome._fields, found, dense):
+            if name in ("basis", "spread", "iterations"):
+                merged.append(old)
+                continue
+            old = old.clone()
+            old[left] = new
+            merged.append(old)
+        return Outcome(*merged)
+
+
+def _without_basis(found: Outcome) -> Outcome:
+    return found._replace(basis=found.basis[..., :0, :], spread=found.spread[..., :0])
+
+
+def _krylov(M: Tensor, block: Tensor, depth: int) -> Tensor:
+    """An orthonormal basis of `span(X, MX, …)`, `(*, n, p·depth)`."""
+    basis = newest = torch.linalg.qr(block).Q
+    for _ in range(depth - 1):
+        following = M @ newest
+        # Twice: once loses orthogonality when little is left after the projection.
+        for _ in range(2):
+            following = following - basis @ (basis.mT @ following)
+            following = torch.linalg.qr(following).Q
+        newest = following
+        basis = torch.cat([basis, newest], -1)
+    return basis

@@ -1,0 +1,121 @@
+"""One eigenvector by repeated products with the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf._linalg import dot, norm
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._eigen import norm_of, orthonormal, outcome, start_block
+from pmaf.solvers._loop import iterate
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+class _Vector(NamedTuple):
+    u: Tensor  # (*, n)
+
+
+@dataclass(frozen=True)
+class PowerIteration(Solver):
+    """`u ← (A + shift·I)u`, normalised, until it stands still.
+
+    Args:
+        iterations: at most so many products.
+        tolerance: stop when no entry of `u` moves by more; a few roundings unless given.
+        stop: False runs all iterations, as the paper's timings do.
+        shift: added to every eigenvalue so that the algebraically largest is also the
+            largest in modulus. Estimated from a short Krylov sequence unless given; zero
+            for the paper's rows. Nonsymmetric matrices are never shifted by default.
+    """
+
+    serves = ("PrincipalEigenvectors",)
+    unrollable = True
+
+    iterations: int = 1000
+    tolerance: float | None = None
+    stop: bool = True
+    shift: float | None = None
+
+    def solve(
+        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        if problem.width != 1:
+            raise ValueError(
+                f"PowerIteration() finds one eigenvector, not k={problem.width}; "
+                "use SimultaneousIteration(), Lanczos() or Dense()"
+            )
+        M = problem.operand()
+        size = norm_of(M.detach())
+        start = start_block(problem, init, 1)
+        shift = choose_shift(problem, M.detach(), self.shift)
+        tolerance = 4 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+
+        def step(state: _Vector) -> tuple[_Vector, Tensor]:
+            u = (M @ state.u.unsqueeze(-1)).squeeze(-1) + shift.unsqueeze(-1) * state.u
+            length = norm(u).unsqueeze(-1)
+            u = torch.where(length > 0, u / _safe(length), state.u)
+            # Historical alignment: a negative eigenvalue flips the iterate every step.
+            u = torch.where((dot(u, state.u) < 0).unsqueeze(-1), -u, u)
+            still = (u - state.u).abs().amax(-1) <= tolerance
+            return _Vector(u), still & self.stop
+
+        u = start.squeeze(-1)
+        active = torch.ones(problem.batch_shape, dtype=torch.bool, device=M.device)
+        run = iterate(
+            step,
+            _Vector(u / norm(u).unsqueeze(-1)),
+            active=active,
+            max_iterations=self.iterations,
+        )
+        u = run.state.u
+        image = (M @ u.unsqueeze(-1)).squeeze(-1)
+        value = dot(u, image)
+        residual = norm(image - value.unsqueeze(-1) * u) / size
+        good = residual <= 64 * torch.finfo(M.dtype).eps
+        return outcome(
+            problem,
+            value.unsqueeze(-1),
+            u.unsqueeze(-1),
+            residual=residual,
+            iterations=run.iterations,
+            converged=(run.finished | good) & torch.isfinite(value),
+            report=report,
+        )
+
+    def advice(self) -> str:
+        return "raise iterations, or use Auto(), which copes with small gaps"
+
+
+def choose_shift(problem: PrincipalEigenvectors, M: Tensor, shift: float | None) -> Tensor:
+    """The given shift, or one that makes the algebraically largest eigenvalues dominant."""
+    batch = problem.batch_shape
+    if shift is not None or not problem.symmetric:
+        return torch.full(batch, shift or 0.0, dtype=M.dtype, device=M.device)
+    steps = min(_PROBE, problem.n)
+    basis = orthonormal(start_block(problem, None, 1))
+    for _ in range(steps - 1):
+        following = M @ basis[..., -1:]
+        for _ in range(2):
+            following = following - basis @ (basis.mT @ following)
+        size = torch.linalg.vector_norm(following, dim=-2, keepdim=True)
+        basis = torch.cat([basis, following / _safe(size)], -1)
+    values = torch.linalg.eigvalsh(basis.mT @ (M @ basis))
+    low, high = values[..., 0], values[..., -1]
+    # One dominant vector needs λ_max + σ > |λ_min + σ|; several are safe with λ_min + σ > 0.
+    least = -(low + high) / 2 if problem.width == 1 else -low
+    return (least + _MARGIN * (high - low)).clamp_min(0)
+
+
+# So many Krylov steps estimate both ends of a spectrum, to well within this margin.
+_PROBE = 12
+_MARGIN = 0.1
+
+
+def _safe(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, torch.ones_like(x))

@@ -1,0 +1,93 @@
+"""Several eigenvectors by repeated products and orthonormalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._eigen import (
+    norm_of,
+    orthonormal,
+    outcome,
+    rayleigh_ritz,
+    residual_of,
+    start_block,
+)
+from pmaf.solvers._loop import iterate
+from pmaf.solvers.power_iteration import choose_shift
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+class _Block(NamedTuple):
+    q: Tensor  # (*, n, p)
+
+
+@dataclass(frozen=True)
+class SimultaneousIteration(Solver):
+    """`Q ← qr((A + shift·I)Q)` on a block of vectors, until it stands still.
+
+    Args:
+        iterations: at most so many products.
+        tolerance: stop when no entry of `Q` moves by more; a few roundings unless given.
+        stop: False runs all iterations, as the paper's timings do.
+        shift: as for `PowerIteration`.
+        full: carry all n columns, as the published code does, instead of the k requested.
+            The order of the eigenvalues is then that of their moduli until the end.
+    """
+
+    serves = ("PrincipalEigenvectors",)
+    unrollable = True
+
+    iterations: int = 1000
+    tolerance: float | None = None
+    stop: bool = True
+    shift: float | None = None
+    full: bool = False
+
+    def solve(
+        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        k = problem.width
+        M = problem.operand()
+        size = norm_of(M.detach())
+        shift = choose_shift(problem, M.detach(), self.shift)[..., None, None]
+        tolerance = 4 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+
+        def step(state: _Block) -> tuple[_Block, Tensor]:
+            q = orthonormal(M @ state.q + shift * state.q)
+            moved = q[..., :k] - state.q[..., :k]
+            moved = torch.minimum(moved.abs(), (q + state.q)[..., :k].abs())
+            return _Block(q), (moved.amax((-2, -1)) <= tolerance) & self.stop
+
+        start = M if self.full else start_block(problem, init, k)
+        active = torch.ones(problem.batch_shape, dtype=torch.bool, device=M.device)
+        run = iterate(
+            step, _Block(orthonormal(start)), active=active, max_iterations=self.iterations
+        )
+        q = run.state.q
+        if problem.symmetric:
+            values, vectors, _ = rayleigh_ritz(M, q)
+            values, vectors = values[..., :k], vectors[..., :k]
+        else:
+            vectors = q[..., :1]
+            values = (vectors * (M @ vectors)).sum(-2)
+        residual = residual_of(M, values, vectors, size)
+        good = residual <= 64 * torch.finfo(M.dtype).eps
+        return outcome(
+            problem,
+            values,
+            vectors,
+            residual=residual.detach(),
+            iterations=run.iterations,
+            converged=(run.finished | good) & torch.isfinite(values).all(-1),
+            report=report,
+        )
+
+    def advice(self) -> str:
+        return "raise iterations, or use Auto(), which copes with small gaps"
