@@ -14,6 +14,9 @@ test-long: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/less_backward.py
+	$(BIN)/python benchmarks/ied_backward_memory.py
+	$(BIN)/python benchmarks/ied_gradient_error.py
+	$(BIN)/python benchmarks/ied_precision.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

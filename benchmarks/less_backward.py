@@ -9,19 +9,15 @@ backward pass allocates, as torch's own profiler sees it, as a multiple of A.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from _measure import environment, peak_bytes, seconds, write_json
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
 import pmaf
 from pmaf.gradients import DDN, Gradient, Implicit
@@ -41,29 +37,6 @@ def backward(A: torch.Tensor, b: torch.Tensor, rule: Gradient) -> Callable[[], o
     return lambda: torch.autograd.grad(u, (A, b), v, retain_graph=True)
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Peak of the allocations of one call, from the record of every allocation."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    peak = current = 0
-    events: list[Any] = record.profiler.kineto_results.events()  # pyright: ignore
-    for event in events:
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
@@ -71,7 +44,6 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     rows = []
-    device = torch.device("cpu")
     with Progress(console=console) as progress:
         task = progress.add_task("Backward passes", total=len(SIZES) * options.repeats)
         for batch, m, n in SIZES:
@@ -89,7 +61,7 @@ def main() -> None:
                 for name, run in runs.items():
                     # Autodiff takes seconds, which three runs measure well enough.
                     if name != "𝓑 by autodiff" or repeat < 3:
-                        times[name].append(seconds(run, device))
+                        times[name].append(seconds(run))
                 progress.advance(task)
             reference = runs["ours"]()
             for name, run in runs.items():
@@ -107,12 +79,6 @@ def main() -> None:
                         "difference_to_ours": error,
                     }
                 )
-    environment = {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-    }
     table = Table("size", "rule", title="LESS backward, float32")
     for column in ("median ms", "slower than ours", "peak memory / A", "difference"):
         table.add_column(column, justify="right")
@@ -127,11 +93,9 @@ def main() -> None:
             f"{row['difference_to_ours']:.0e}",
         )
     console.print(table)
-    console.print(environment)
+    console.print(environment())
     if options.json:
-        temporary = options.json.with_suffix(".part")
-        temporary.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
-        temporary.replace(options.json)
+        write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -80,14 +80,19 @@ class EigenConditions(NamedTuple):
         return outside + turn @ self.y
 
     def _bordered_solve(self, v: Tensor) -> Tensor:
-        n = self.A.shape[-1]
-        eye = torch.eye(n, dtype=self.A.dtype, device=self.A.device)
-        inner = self.values.unsqueeze(-1) * eye - self.A.mT
-        top = torch.cat([inner, self.y.mT], -1)
-        bottom = torch.cat([self.y, torch.zeros_like(self.y[..., :1])], -1)
-        right = torch.cat([v, self.d_values.unsqueeze(-1)], -1)
-        bordered = torch.cat([top, bottom], -2)
-        return torch.linalg.solve(bordered, right.mT).mT[..., :n]
+        """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
+
+        `(λI − A)ᵀ + σyyᵀ` is regular when the eigenvalue is simple, and differs from the
+        border by a multiple of `y` on the right-hand side.
+        """
+        value, target = self.values.unsqueeze(-1), self.d_values.unsqueeze(-1)
+        sigma = torch.where(value == 0, 1, value.detach())
+        matrix = (sigma * self.y).mT @ self.y - self.A.mT
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.values)
+        both = torch.cat([v + sigma * target * self.y, self.y], -2)
+        p, q = torch.linalg.solve(matrix, both.mT).mT.split(1, -2)
+        alpha = ((self.y * p).sum(-1, keepdim=True) - target) / (self.y * q).sum(-1, keepdim=True)
+        return p - alpha * q
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         if not needs[0]:

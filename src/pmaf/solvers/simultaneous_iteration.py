@@ -37,8 +37,8 @@ class SimultaneousIteration(Solver):
         tolerance: stop when no entry of `Q` moves by more; a few roundings unless given.
         stop: False runs all iterations, as the paper's timings do.
         shift: as for `PowerIteration`.
-        full: carry all n columns, as the published code does, instead of the k requested.
-            The order of the eigenvalues is then that of their moduli until the end.
+        full: carry all n columns, as the published code does, and take the best k of them,
+            instead of the best k combinations of k columns.
     """
 
     serves = ("PrincipalEigenvectors",)
@@ -71,9 +71,11 @@ class SimultaneousIteration(Solver):
             step, _Block(orthonormal(start)), active=active, max_iterations=self.iterations
         )
         q = run.state.q
-        if problem.symmetric:
+        if self.full and problem.symmetric:
+            values, order = (q * (M @ q)).sum(-2).topk(k, -1)
+            vectors = q.gather(-1, order.unsqueeze(-2).expand(*q.shape[:-1], k))
+        elif problem.symmetric:
             values, vectors, _ = rayleigh_ritz(M, q)
-            values, vectors = values[..., :k], vectors[..., :k]
         else:
             vectors = q[..., :1]
             values = (vectors * (M @ vectors)).sum(-2)
