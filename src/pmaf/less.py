@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
-from pmaf._less_rules import LessConditions
+from pmaf._less_attach import attach
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._solve import Certificate, Solution, announce, require_rules
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Auto, Outcome, Secular, Solver
-from pmaf.solvers._base import decode, encode
+from pmaf.solvers._base import encode
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +128,7 @@ class SphereLeastSquares:
             announce(outcome, solver, throw)
         else:
             text = encode(solver.resolve(self))
-            outcome = Outcome(*_Less.apply(A, b, init, text, gradient, report, throw))  # pyright: ignore[reportGeneralTypeIssues]
+            outcome = attach(A, b, init, text, gradient, report, throw)
         return Solution((self.radius * outcome.value).to(dtype), *outcome[1:6])
 
     def _require_init(self, init: Tensor) -> None:
@@ -148,116 +146,6 @@ class SphereLeastSquares:
         blank = value.detach().sum(-1)
         count = blank.to(torch.int64)
         return Solution(value, blank, blank, blank, count, count.bool())
-
-
-@torch.library.custom_op(
-    "pmaf::less",
-    mutates_args=(),
-    schema="(Tensor A, Tensor b, Tensor? init, str solver, bool report, bool throw) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _less_op(
-    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
-) -> tuple[Tensor, ...]:
-    if init is not None:
-        errors.require_finite(init=(init, 1))
-    method: Solver = decode(solver)
-    with torch.autocast(A.device.type, enabled=False):
-        outcome = method.solve(SphereLeastSquares(A, b), init=init, report=report)
-    announce(outcome, method, throw)
-    return tuple(x.contiguous() for x in outcome)
-
-
-@_less_op.register_fake
-def _less_fake(
-    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
-) -> tuple[Tensor, ...]:
-    m, n = A.shape[-2:]
-    batch = torch.broadcast_shapes(A.shape[:-2], b.shape[:-1])
-    row = A.new_empty(batch)
-    keeps = decode(solver).keeps_basis
-    p, held = (min(m, n), A.shape[:-2]) if keeps else (0, batch)
-    return (
-        A.new_empty((*batch, n)),
-        row,
-        torch.empty_like(row),
-        torch.empty_like(row),
-        torch.empty_like(row, dtype=torch.int64),
-        torch.empty_like(row, dtype=torch.bool),
-        A.new_empty((*held, p, n)),
-        A.new_empty((*held, p)),
-    )
-
-
-@_less_op.register_vmap
-def _less_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    A, b, init, *rest = args
-    rank = max(
-        x.dim() - own - (axis is not None)
-        for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))
-        if x is not None
-    )
-
-    def lead(x: Tensor | None, axis: int | None, own: int) -> Tensor | None:
-        """Move the mapped dimension to the front of all batch dimensions."""
-        if x is None or axis is None:
-            return x
-        x = x.movedim(axis, 0)
-        missing = rank - (x.dim() - own - 1)
-        return x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
-
-    tensors = [lead(x, axis, own) for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))]
-    if in_dims[0] is None and in_dims[1] is None:
-        # Mapped over init alone: the problem is the same one each time.
-        tensors[1] = lead(b.expand(info.batch_size, *b.shape), 0, 1)
-    outputs = torch.ops.pmaf.less(*tensors, *rest)
-    mapped_A = in_dims[0] is not None or outputs[6].shape[-2] == 0
-    return outputs, (*(0,) * 6, *(0 if mapped_A else None,) * 2)
-
-
-class _Less(torch.autograd.Function):
-    """The differentiable solve on the unit sphere: an opaque operator and its rule."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        A: Tensor,
-        b: Tensor,
-        init: Tensor | None,
-        solver: str,
-        gradient: Gradient,
-        report: bool,
-        throw: bool,
-    ) -> tuple[Tensor, ...]:
-        return torch.ops.pmaf.less(A, b, init, solver, report, throw)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        A, b, _, _, ctx.gradient, _, _ = inputs
-        outcome = Outcome(*output)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(
-            A, b, outcome.value, outcome.multiplier, outcome.gap, outcome.basis, outcome.spread
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        incoming = grads[0]
-        nothing = (None,) * 5
-        if incoming is None:
-            return None, None, *nothing
-        A, b, y, multiplier, *rest = ctx.saved_tensors
-        conditions = LessConditions(A, b, y, Helper(multiplier.unsqueeze(-1), *rest))
-        needs = ctx.needs_input_grad[:2]
-        with torch.autocast(A.device.type, enabled=False):
-            dA, db = ctx.gradient.pullback(conditions, incoming, needs)
-        return (
-            None if dA is None else dA.sum_to_size(A.shape),
-            None if db is None else db.sum_to_size(b.shape),
-            *nothing,
-        )
 
 
 def less(

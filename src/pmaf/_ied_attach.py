@@ -1,0 +1,153 @@
+"""How a gradient is attached to IED: an opaque operator inside an `autograd.Function`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf._ied_rules import EigenConditions
+from pmaf._solve import announce
+from pmaf.gradients import Gradient
+from pmaf.gradients._tangent import Helper
+from pmaf.solvers import Outcome, Solver
+from pmaf.solvers._base import decode
+
+
+def attach(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: str,
+    gradient: Gradient,
+    report: bool,
+    throw: bool,
+) -> Outcome:
+    """Solve with the solver written as text, differentiably in `A`; vectors come as rows."""
+    found: Any = _Ied.apply(A, init, k, symmetric, solver, gradient, report, throw)
+    return Outcome(*found)
+
+
+@torch.library.custom_op(
+    "pmaf::ied",
+    mutates_args=(),
+    schema="(Tensor A, Tensor? init, int k, bool symmetric, str solver, bool report, bool throw)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _ied_op(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    from pmaf.ied import PrincipalEigenvectors
+
+    if init is not None:
+        errors.require_finite(init=(init, 2))
+    method: Solver = decode(solver)
+    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    with torch.autocast(A.device.type, enabled=False):
+        outcome = method.solve(problem, init=init, report=report)
+    announce(outcome, method, throw)
+    outcome = [x.contiguous() for x in outcome]
+    # An operator's outputs may not share memory.
+    outcome[0] = outcome[0].clone()
+    return tuple(outcome)
+
+
+@_ied_op.register_fake
+def _ied_fake(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    batch, n = A.shape[:-2], A.shape[-1]
+    p = n if decode(solver).keeps_basis and symmetric else 0
+    row = A.new_empty(batch)
+    return (
+        A.new_empty((*batch, k, n)),
+        A.new_empty((*batch, k)),
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row, dtype=torch.int64),
+        torch.empty_like(row, dtype=torch.bool),
+        A.new_empty((*batch, p, n)),
+        A.new_empty((*batch, p)),
+    )
+
+
+@_ied_op.register_vmap
+def _ied_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    A, init, *rest = args
+    A = A.expand(info.batch_size, *A.shape) if in_dims[0] is None else A.movedim(in_dims[0], 0)
+    if init is not None and in_dims[1] is not None:
+        init = init.movedim(in_dims[1], 0)
+        missing = A.dim() - init.dim()
+        init = init.reshape(init.shape[0], *(1,) * missing, *init.shape[1:])
+    return torch.ops.pmaf.ied(A, init, *rest), (0,) * 8
+
+
+class _Ied(torch.autograd.Function):
+    """The differentiable solve: an opaque operator and its rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        A: Tensor,
+        init: Tensor | None,
+        k: int,
+        symmetric: bool,
+        solver: str,
+        gradient: Gradient,
+        report: bool,
+        throw: bool,
+    ) -> tuple[Tensor, ...]:
+        return torch.ops.pmaf.ied(A, init, k, symmetric, solver, report, throw)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        A, _, _, ctx.symmetric, _, ctx.gradient, _, _ = inputs
+        found = Outcome(*output)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(
+            A, found.value, found.multiplier, found.gap, found.basis, found.spread
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 7
+        v, d_values = grads[:2]
+        if v is None and d_values is None:
+            return None, *nothing
+        A, y, values, *rest = ctx.saved_tensors
+        v = torch.zeros_like(y) if v is None else v
+        d_values = torch.zeros_like(values) if d_values is None else d_values
+        helper = Helper(values, *rest)
+        conditions = EigenConditions(A, y, values, d_values, ctx.symmetric, helper)
+        with torch.autocast(A.device.type, enabled=False):
+            return _pullback(conditions, ctx.gradient, v), *nothing
+
+
+def _pullback(conditions: EigenConditions, gradient: Gradient, v: Tensor) -> Tensor | None:
+    if gradient.whole:
+        return gradient.pullback(conditions, v, (True,))[0]
+    # One vector at a time. The value is yᵀAy, whatever rule y is differentiated by.
+    A, y, d_values = conditions.A, conditions.y, conditions.d_values.unsqueeze(-1)
+    v = v + d_values * (y @ A + y @ A.mT)
+    dA = (d_values * y).mT @ y
+    for j, column in enumerate(conditions.columns()):
+        (term,) = gradient.pullback(column, v[..., j, :], (True,))
+        dA = dA if term is None else dA + term
+    return dA
