@@ -83,8 +83,10 @@ def test_every_row_of_the_table(size):
         print(f"{name:18}", row, PUBLISHED[size][name])
     for name, row in rows.items():
         inner, outer, improved, error = PUBLISHED[size][name]
-        # Rows with DW move with rounding at the larger sizes.
-        bound = (0.08 if "DW" in name and size != (2, 2) else 0.03) * count
+        # Runs that end near the limit move with rounding: rows with DW at 64x32, and all of
+        # them at 1024x256, where the published code and the paper differ by as much.
+        moves = size == (1024, 256) or ("DW" in name and size == (64, 32))
+        bound = (0.08 if moves else 0.03) * count
         if name == "PGD+RM+BLSOne+DW" and size == (1024, 256):
             # The published code fails on 10 of 100 here and the paper on 984 of 1000: this
             # row stops, or not, at the last step.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf._ied_rules import EigenConditions
+from pmaf._linalg import power_of_two
 from pmaf._solve import announce
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
@@ -51,14 +52,34 @@ def _ied_op(
     if init is not None:
         errors.require_finite(init=(init, 2))
     method: Solver = decode(solver)
-    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    unit = _unit(A)
+    problem = PrincipalEigenvectors(
+        A if unit is None else A / unit[..., None, None], k, symmetric=symmetric
+    )
     with torch.autocast(A.device.type, enabled=False):
         outcome = method.solve(problem, init=init, report=report)
     announce(outcome, method, throw)
+    if unit is not None:
+        outcome = outcome._replace(
+            multiplier=outcome.multiplier * unit.unsqueeze(-1),
+            gap=outcome.gap * unit,
+            spread=outcome.spread * unit.unsqueeze(-1),
+        )
     outcome = [x.contiguous() for x in outcome]
     # An operator's outputs may not share memory.
     outcome[0] = outcome[0].clone()
     return tuple(outcome)
+
+
+def _unit(A: Tensor) -> Tensor | None:
+    """Powers of two to divide by where squares of entries would leave the range; else None."""
+    info = torch.finfo(A.dtype)
+    size = torch.linalg.matrix_norm(A)
+    low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
+    if ((size > low) & (size < high)).all():
+        return None
+    errors.require_finite(A=(A, 2))
+    return power_of_two(A.abs().amax((-2, -1)))
 
 
 @_ied_op.register_fake

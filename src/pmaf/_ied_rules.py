@@ -40,7 +40,9 @@ class _ShiftedSystem:
         # The requested vectors are the first k of the basis; the rest is solved for.
         others, rises = basis[..., k:, :], spread[..., k:]
         rise = rises.unsqueeze(-2) - spread[..., :k].unsqueeze(-1)
-        scale = spread.abs().amax(-1)[..., None, None]
+        # The largest eigenvalue in modulus is at one end of the spectrum or the other.
+        top = helper.shift[..., :1]
+        scale = torch.maximum(top.abs(), (top - spread[..., -1:]).abs()).unsqueeze(-1)
         apart = rise > merge_tolerance(v.dtype) * scale
         inside = torch.where(apart, (v @ others.mT) / torch.where(apart, rise, 1), 0)
         return inside @ others
@@ -73,7 +75,7 @@ class EigenConditions(NamedTuple):
         if k > 1:
             inside = self.y @ v.mT
             difference = self.values.unsqueeze(-2) - self.values.unsqueeze(-1)
-            scale = self.values.detach().abs().amax(-1)[..., None, None]
+            scale = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
             apart = difference.abs() > merge_tolerance(v.dtype) * scale
             antisymmetric = 0.5 * (inside - inside.mT)
             turn = turn + torch.where(apart, antisymmetric / torch.where(apart, difference, 1), 0)
@@ -83,16 +85,22 @@ class EigenConditions(NamedTuple):
         """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
 
         `(λI − A)ᵀ + σyyᵀ` is regular when the eigenvalue is simple, and differs from the
-        border by a multiple of `y` on the right-hand side.
+        border by a multiple of `y` on the right-hand side. Where the eigenvalue is known
+        not to be simple there is no derivative, and zero is returned.
         """
-        value, target = self.values.unsqueeze(-1), self.d_values.unsqueeze(-1)
-        sigma = torch.where(value == 0, 1, value.detach())
-        matrix = (sigma * self.y).mT @ self.y - self.A.mT
-        matrix.diagonal(dim1=-2, dim2=-1).add_(self.values)
-        both = torch.cat([v + sigma * target * self.y, self.y], -2)
+        target = self.d_values.unsqueeze(-1)
+        size = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
+        size = torch.where(size == 0, 1, size)
+        # A gap that is not known (nan) is taken on trust.
+        repeated = self.helper.gap[..., None, None] <= merge_tolerance(v.dtype) * size
+        matrix = (size * self.y).mT @ self.y - self.A.mT
+        rounding = torch.finfo(v.dtype).eps * size.squeeze(-1)
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.values + rounding)
+        both = torch.cat([v + size * target * self.y, self.y], -2)
         p, q = torch.linalg.solve(matrix, both.mT).mT.split(1, -2)
-        alpha = ((self.y * p).sum(-1, keepdim=True) - target) / (self.y * q).sum(-1, keepdim=True)
-        return p - alpha * q
+        along = (self.y * q).sum(-1, keepdim=True)
+        alpha = ((self.y * p).sum(-1, keepdim=True) - target) / torch.where(along == 0, 1, along)
+        return torch.where(repeated, 0, p - alpha * q)
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         if not needs[0]:
@@ -137,12 +145,16 @@ class ColumnConditions(NamedTuple):
         rows = k.unsqueeze(-2), self.y.unsqueeze(-2)
         return (-2 * _symmetric_product(*rows),)
 
+    def _divisor(self) -> Tensor:
+        """The eigenvalue, one where it is zero and there is no fixed point to speak of."""
+        return torch.where(self.value == 0, torch.ones_like(self.value), self.value)
+
     def fixed_point_hessian(self, exploit: bool) -> Tensor:
         """Derivative of `y − Ay/‖Ay‖` in `y`, `I − (I − yyᵀ)A/λ`."""
         if not exploit:
             return _per_entry(lambda y, A: _fixed_point(A, y), self.y, self.A)
         eye = torch.eye(self.A.shape[-1], dtype=self.A.dtype, device=self.A.device)
-        image = self.A / self.value[..., None, None]
+        image = self.A / self._divisor()[..., None, None]
         row = self.y.unsqueeze(-2)
         return eye - image + row.mT @ (row @ image)
 
@@ -152,7 +164,7 @@ class ColumnConditions(NamedTuple):
             full = -contract(w, _per_entry(_fixed_point, self.A, self.y))
         else:
             along = (w * self.y).sum(-1, keepdim=True)
-            left = (w - along * self.y) / self.value.unsqueeze(-1)
+            left = (w - along * self.y) / self._divisor().unsqueeze(-1)
             full = left.unsqueeze(-1) * self.y.unsqueeze(-2)
         return 0.5 * (full + full.mT) if self.symmetric else full
 

@@ -48,3 +48,9 @@ def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torc
     left = torch.stack([x.expand(*batch, m) for x in lefts], -1)
     right = torch.stack([x.expand(*batch, n) for x in rights], -2)
     return (left @ right).sum_to_size(shape)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The power of two below each entry of `x`, one for zero: scaling by it is exact."""
+    positive = torch.where(x > 0, x, torch.ones_like(x))
+    return torch.exp2(positive.log2().floor())

@@ -86,6 +86,12 @@ def require_positive(name: str, x: object) -> None:
         raise ValueError(f"{name} must be positive and finite; got {x}")
 
 
+def require_at_least(name: str, x: int, least: int) -> None:
+    """`x` is an integer of at least `least`."""
+    if isinstance(x, bool) or not isinstance(x, int) or x < least:
+        raise ValueError(f"{name} must be an integer of at least {least}; got {x!r}")
+
+
 def require_finite(**tensors: tuple[Tensor, int]) -> None:
     """Name every argument with non-finite entries, and how many batch entries they are in.
 

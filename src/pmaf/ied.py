@@ -122,7 +122,11 @@ class PrincipalEigenvectors:
         `optimality` is by how much the eigenvalues found exceed the true ones (fall short
         of them, for the smallest), relative to the matrix: zero at best.
         """
-        A = self.operand().double()
+        A = self.A.double()
+        # All three measures are relative; in these units nothing over- or underflows.
+        unit = A.abs().amax((-2, -1), keepdim=True)
+        A = A / torch.where(unit > 0, unit, torch.ones_like(unit))
+        A = 0.5 * (A + A.mT) if self.symmetric else A
         Y = (value.unsqueeze(-1) if self.k is None else value).double()
         size = torch.linalg.matrix_norm(A)
         size = torch.where(size == 0, torch.ones_like(size), size)
@@ -152,7 +156,7 @@ class PrincipalEigenvectors:
             return self._empty()
         if init is not None:
             self._require_reference(init, "init")
-            init = init.unsqueeze(-1) if init.dim() < 2 or init.shape[-1] == self.n else init
+            init = init if self._is_block(init) else init.unsqueeze(-1)
         if dtype in (torch.float16, torch.bfloat16):
             A, init = A.float(), None if init is None else init.float()
         # The smallest eigenvalues are the largest of −A, in the opposite order.
@@ -160,7 +164,8 @@ class PrincipalEigenvectors:
         A = A if self.largest else -A
         if isinstance(gradient, Unroll):
             problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
-            outcome = solver.solve(problem, init=init, report=report)
+            with torch.autocast(A.device.type, enabled=False):
+                outcome = solver.solve(problem, init=init, report=report)
             outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
             announce(outcome, solver, throw)
         else:
@@ -197,14 +202,23 @@ class PrincipalEigenvectors:
         return torch.where(dots < 0, -torch.ones_like(dots), torch.ones_like(dots))
 
     def _is_block(self, reference: Tensor) -> bool:
-        """Whether a reference has one column per eigenvector."""
-        return self.k is not None and reference.dim() > 1 and reference.shape[-2] == self.n
+        """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
+
+        Where both readings fit, it is the second, with one vector for each batch entry.
+        """
+        if self.k is None:
+            return False
+        batch, shape = self.batch_shape, reference.shape
+        fits = all(x in (1, y) for x, y in zip(shape[:-1], batch))
+        if reference.dim() == len(batch) + 1 and shape[-1] == self.n and fits:
+            return False
+        return reference.dim() > 1 and shape[-2:] == (self.n, self.k)
 
     def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
         errors.require_vector(name, reference, "n")
         errors.require_alike(name, reference, "A", self.A)
-        block = self._is_block(reference) and reference.shape[-1] in (1, self.width)
-        if not block and reference.shape[-1] != self.n:
+        block = self._is_block(reference)
+        if reference.shape[-2:] != (self.n, self.k) if block else reference.shape[-1] != self.n:
             wanted = f"(*, {self.n})" + ("" if self.k is None else f" or (*, {self.n}, {self.k})")
             raise ValueError(f"{name} must have shape {wanted}; got {errors.shape_of(reference)}")
         lead = reference.shape[:-2] if block else reference.shape[:-1]

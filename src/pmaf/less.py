@@ -123,7 +123,8 @@ class SphereLeastSquares:
         if isinstance(gradient, Unroll):
             if init is not None:
                 errors.require_finite(init=(init, 1))
-            outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
+            with torch.autocast(A.device.type, enabled=False):
+                outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
             outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
             announce(outcome, solver, throw)
         else:

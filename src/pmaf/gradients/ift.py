@@ -32,5 +32,8 @@ class IFT(Gradient):
         self, conditions: Any, v: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         H = conditions.fixed_point_hessian(self.exploit)
+        # One rounding on the diagonal keeps a repeated eigenvalue finite.
+        eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+        H = H + torch.finfo(H.dtype).eps * eye
         w = torch.linalg.solve(H.mT, v.unsqueeze(-1)).squeeze(-1)
         return (conditions.fixed_point_contract(w, self.exploit),)

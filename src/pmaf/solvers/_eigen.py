@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_finite
 from pmaf.solvers._base import Outcome
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int)
     """Where to start, `(*, n, width)`: `init` first, then fixed directions without structure.
 
     The same for every batch entry and every call: a start that is random in the sense of
-    the algorithms, but never in the sense of the user.
+    the algorithms, but never in the sense of the user. A little of it is mixed into `init`,
+    which may be exactly orthogonal to what is looked for.
     """
     A = problem.A
     generator = torch.Generator().manual_seed(0)
@@ -29,7 +29,11 @@ def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int)
     block = block.expand(*problem.batch_shape, -1, -1)
     if init is not None:
         given = init.expand(*problem.batch_shape, -1, -1)[..., :width]
-        block = torch.cat([given, block[..., given.shape[-1] :]], -1)
+        length = torch.linalg.vector_norm(given, dim=-2, keepdim=True)
+        given = given / torch.where(length > 0, length, torch.ones_like(length))
+        count = given.shape[-1]
+        given = given + torch.finfo(A.dtype).eps ** 0.5 * block[..., :count]
+        block = torch.cat([given, block[..., count:]], -1)
     return block
 
 
@@ -50,11 +54,19 @@ def rayleigh_ritz(M: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def norm_of(M: Tensor) -> Tensor:
-    """Frobenius norm, one where it is zero, `(*,)`; complains of non-finite entries."""
+    """Frobenius norm, one where it is zero, `(*,)`."""
     size = torch.linalg.matrix_norm(M)
-    if not torch.isfinite(size).all():
-        require_finite(A=(M, 2))
     return torch.where(size == 0, torch.ones_like(size), size)
+
+
+def stands(finished: Tensor, residual: Tensor, tolerance: float) -> Tensor:
+    """Whether an iteration that stopped by its own rule stopped at an eigenpair.
+
+    One that did not stop counts too if its residual leaves nothing to be gained.
+    """
+    eps = torch.finfo(residual.dtype).eps
+    settled = finished & (residual <= max(64 * eps, 16 * tolerance))
+    return settled | (residual <= 4 * eps)
 
 
 def residual_of(M: Tensor, values: Tensor, vectors: Tensor, size: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import norm_of, outcome, rayleigh_ritz, start_block
 from pmaf.solvers._loop import iterate
@@ -43,6 +44,11 @@ class Lanczos(Solver):
     tolerance: float | None = None
     fallback: bool = False
 
+    def __post_init__(self) -> None:
+        require_at_least("depth", self.depth, 2)
+        require_at_least("extra", self.extra, 0)
+        require_at_least("restarts", self.restarts, 1)
+
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
@@ -58,17 +64,20 @@ class Lanczos(Solver):
         M = problem.operand()
         size = norm_of(M)
         eps = torch.finfo(M.dtype).eps
-        tolerance = 4 * eps if self.tolerance is None else self.tolerance
+        tolerance = 16 * eps if self.tolerance is None else self.tolerance
 
         def restart(state: _Ritz) -> tuple[_Ritz, Tensor]:
-            values, vectors, images = rayleigh_ritz(M, _krylov(M, state.block, depth))
+            values, vectors, images = rayleigh_ritz(M, _krylov(M, state.block, depth, spare))
+            largest = values.abs().amax(-1)
             values, vectors, images = values[..., :width], vectors[..., :width], images[..., :width]
             rest = (images - vectors * values.unsqueeze(-2))[..., :k]
-            residual = torch.linalg.vector_norm(rest, dim=-2).amax(-1) / size
-            return _Ritz(vectors, values, residual), residual <= tolerance
+            residual = torch.linalg.vector_norm(rest, dim=-2).amax(-1)
+            # Relative to the spectral norm, as eigh's are, which is below the Frobenius norm.
+            done = residual <= tolerance * largest
+            return _Ritz(vectors, values, residual / size), done
 
         batch = problem.batch_shape
-        start = start_block(problem, init, width)
+        start, spare = start_block(problem, init, 2 * width).split(width, -1)
         zeros = M.new_zeros((*batch, width))
         run = iterate(
             restart,
@@ -113,15 +122,28 @@ def _without_basis(found: Outcome) -> Outcome:
     return found._replace(basis=found.basis[..., :0, :], spread=found.spread[..., :0])
 
 
-def _krylov(M: Tensor, block: Tensor, depth: int) -> Tensor:
-    """An orthonormal basis of `span(X, MX, …)`, `(*, n, p·depth)`."""
+def _krylov(M: Tensor, block: Tensor, depth: int, spare: Tensor) -> Tensor:
+    """An orthonormal basis of `span(X, MX, …)`, `(*, n, p·depth)`.
+
+    Where the space stops growing, because it is invariant, nothing orthogonal is left of
+    a column; a spare direction takes its place, so that the basis stays orthonormal.
+    """
+    eps = torch.finfo(M.dtype).eps
     basis = newest = torch.linalg.qr(block).Q
     for _ in range(depth - 1):
-        following = M @ newest
-        # Twice: once loses orthogonality when little is left after the projection.
-        for _ in range(2):
-            following = following - basis @ (basis.mT @ following)
-            following = torch.linalg.qr(following).Q
-        newest = following
+        newest = _beside(basis, M @ newest)
+        overlap = (basis.mT @ newest).abs().amax(-2, keepdim=True)
+        if (overlap > 8 * eps).any():
+            newest = _beside(basis, torch.where(overlap > eps**0.5, spare, newest))
+            spare = spare.roll(1, -2)  # this one is in the basis now
         basis = torch.cat([basis, newest], -1)
     return basis
+
+
+def _beside(basis: Tensor, block: Tensor) -> Tensor:
+    """An orthonormal basis of the part of the block that is orthogonal to `basis`."""
+    # Twice: once loses orthogonality when little is left after the projection.
+    for _ in range(2):
+        block = block - basis @ (basis.mT @ block)
+        block = torch.linalg.qr(block).Q
+    return block

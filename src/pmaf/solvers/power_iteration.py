@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pmaf._linalg import dot, norm
+from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import norm_of, orthonormal, outcome, start_block
+from pmaf.solvers._eigen import norm_of, orthonormal, outcome, stands, start_block
 from pmaf.solvers._loop import iterate
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class PowerIteration(Solver):
     stop: bool = True
     shift: float | None = None
 
+    def __post_init__(self) -> None:
+        require_at_least("iterations", self.iterations, 1)
+
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
@@ -54,7 +58,7 @@ class PowerIteration(Solver):
         size = norm_of(M.detach())
         start = start_block(problem, init, 1)
         shift = choose_shift(problem, M.detach(), self.shift)
-        tolerance = 4 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+        tolerance = 8 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
 
         def step(state: _Vector) -> tuple[_Vector, Tensor]:
             u = (M @ state.u.unsqueeze(-1)).squeeze(-1) + shift.unsqueeze(-1) * state.u
@@ -76,15 +80,14 @@ class PowerIteration(Solver):
         u = run.state.u
         image = (M @ u.unsqueeze(-1)).squeeze(-1)
         value = dot(u, image)
-        residual = norm(image - value.unsqueeze(-1) * u) / size
-        good = residual <= 64 * torch.finfo(M.dtype).eps
+        residual = (norm(image - value.unsqueeze(-1) * u) / size).detach()
         return outcome(
             problem,
             value.unsqueeze(-1),
             u.unsqueeze(-1),
             residual=residual,
             iterations=run.iterations,
-            converged=(run.finished | good) & torch.isfinite(value),
+            converged=stands(run.finished, residual, tolerance),
             report=report,
         )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pmaf import sphere
-from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec
 from pmaf.errors import require_finite
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._loop import iterate
@@ -211,7 +211,7 @@ class Secular(Solver):
         """Squares of the entries leave the dtype's range: solve a scaled copy in float64."""
         dtype = A.dtype
         A, b = A.double(), b.double()
-        unit, b_unit = _power_of_two(A.abs().amax((-2, -1))), _power_of_two(b.abs().amax(-1))
+        unit, b_unit = power_of_two(A.abs().amax((-2, -1))), power_of_two(b.abs().amax(-1))
         A, b = A / unit[..., None, None], b / b_unit.unsqueeze(-1)
         # Beyond these ratios of b to A the solution is the direction of Aᵀb, or the
         # smallest singular vector on its side, and the gap is proportional to b.
@@ -243,11 +243,6 @@ _ROUNDINGS = 8
 
 # A ratio of two to this power does not show in float64, squared or not.
 _FAR = 200
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The power of two nearest to `x`, one for zero: scaling by it is exact."""
-    return torch.where(x > 0, torch.exp2(x.log2().round()), torch.ones_like(x))
 
 
 def _in_range(gram: Tensor, g: Tensor) -> bool:

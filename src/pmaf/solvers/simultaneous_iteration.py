@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import (
     norm_of,
@@ -15,6 +16,7 @@ from pmaf.solvers._eigen import (
     outcome,
     rayleigh_ritz,
     residual_of,
+    stands,
     start_block,
 )
 from pmaf.solvers._loop import iterate
@@ -50,6 +52,9 @@ class SimultaneousIteration(Solver):
     shift: float | None = None
     full: bool = False
 
+    def __post_init__(self) -> None:
+        require_at_least("iterations", self.iterations, 1)
+
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
@@ -57,13 +62,14 @@ class SimultaneousIteration(Solver):
         M = problem.operand()
         size = norm_of(M.detach())
         shift = choose_shift(problem, M.detach(), self.shift)[..., None, None]
-        tolerance = 4 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+        # A block turns within itself by more roundings than a single vector moves.
+        tolerance = 32 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
 
         def step(state: _Block) -> tuple[_Block, Tensor]:
             q = orthonormal(M @ state.q + shift * state.q)
-            moved = q[..., :k] - state.q[..., :k]
-            moved = torch.minimum(moved.abs(), (q + state.q)[..., :k].abs())
-            return _Block(q), (moved.amax((-2, -1)) <= tolerance) & self.stop
+            new, old = q[..., :k], state.q[..., :k]
+            moved = torch.minimum((new - old).abs().amax(-2), (new + old).abs().amax(-2))
+            return _Block(q), (moved.amax(-1) <= tolerance) & self.stop
 
         start = M if self.full else start_block(problem, init, k)
         active = torch.ones(problem.batch_shape, dtype=torch.bool, device=M.device)
@@ -79,15 +85,14 @@ class SimultaneousIteration(Solver):
         else:
             vectors = q[..., :1]
             values = (vectors * (M @ vectors)).sum(-2)
-        residual = residual_of(M, values, vectors, size)
-        good = residual <= 64 * torch.finfo(M.dtype).eps
+        residual = residual_of(M, values, vectors, size).detach()
         return outcome(
             problem,
             values,
             vectors,
-            residual=residual.detach(),
+            residual=residual,
             iterations=run.iterations,
-            converged=(run.finished | good) & torch.isfinite(values).all(-1),
+            converged=stands(run.finished, residual, tolerance),
             report=report,
         )
 
