@@ -122,6 +122,11 @@ class PrincipalEigenvectors:
         `optimality` is by how much the eigenvalues found exceed the true ones (fall short
         of them, for the smallest), relative to the matrix: zero at best.
         """
+        shape = (*self.batch_shape, self.n, *(() if self.k is None else (self.k,)))
+        if value.shape != shape:
+            raise ValueError(
+                f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
+            )
         A = self.A.double()
         # All three measures are relative; in these units nothing over- or underflows.
         unit = A.abs().amax((-2, -1), keepdim=True)
@@ -163,6 +168,7 @@ class PrincipalEigenvectors:
         sign = 1.0 if self.largest else -1.0
         A = A if self.largest else -A
         if isinstance(gradient, Unroll):
+            errors.require_finite(A=(A, 2))
             problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
             with torch.autocast(A.device.type, enabled=False):
                 outcome = solver.solve(problem, init=init, report=report)

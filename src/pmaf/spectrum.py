@@ -54,12 +54,15 @@ def merge_tolerance(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps
 
 
+def small_gram(A: Tensor) -> Tensor:
+    """The smaller of `AᵀA` and `AAᵀ`."""
+    return A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
+
+
 def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
     """From the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
     m, n = A.shape[-2:]
-    if gram is None:
-        gram = A.mT @ A if m >= n else A @ A.mT
-    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = torch.linalg.eigh(small_gram(A) if gram is None else gram)
     tolerance = merge_tolerance(A.dtype)
     if m >= n:
         floor = squares[..., 0].clamp_min(0)

@@ -30,7 +30,7 @@ class Dense(Solver):
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        return self._symmetric(problem) if problem.symmetric else self._general(problem)
+        return self._symmetric(problem, report) if problem.symmetric else self._general(problem)
 
     def advice(self) -> str:
         return (
@@ -38,16 +38,17 @@ class Dense(Solver):
             "eigenvector to single out; use a symmetric or entrywise positive matrix"
         )
 
-    def _symmetric(self, problem: PrincipalEigenvectors) -> Outcome:
+    def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
         k = problem.width
         values, vectors = torch.linalg.eigh(problem.operand())
         values, rows = values.flip(-1), vectors.mT.flip(-2)
+        unknown = torch.full_like(values[..., 0].detach(), torch.nan)
         top = values[..., :1]
         converged = torch.ones(problem.batch_shape, dtype=torch.bool, device=values.device)
         return Outcome(
             value=rows[..., :k, :],
             multiplier=values[..., :k],
-            residual=problem.residual(values[..., :k], rows[..., :k, :]),
+            residual=problem.residual(values[..., :k], rows[..., :k, :]) if report else unknown,
             gap=gap_of(values.detach(), k),
             iterations=torch.zeros_like(converged, dtype=torch.int64),
             converged=converged,

@@ -27,6 +27,7 @@ from pmaf.spectrum import (
     amplification,
     gram_spectrum,
     singular_spectrum,
+    small_gram,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Secular(Solver):
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         A, b = problem.A, problem.b
-        gram = A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
+        gram = small_gram(A)
         g = rmatvec(A, b)
         if _in_range(gram, g):
             return self._direct(A, b, gram, g, init)
@@ -165,9 +166,8 @@ class Secular(Solver):
         start = torch.where(hard, torch.zeros_like(start), start)
         run = iterate(step, _Multiplier(start), active=~hard, max_iterations=self.max_iterations)
         t = run.state.t
-        u = rmatvec(
-            basis, torch.where(hard.unsqueeze(-1), partial, c * _inverse(spread + t.unsqueeze(-1)))
-        )
+        smooth = c * _inverse(spread + t.unsqueeze(-1))
+        u = rmatvec(basis, torch.where(hard.unsqueeze(-1), partial, smooth))
         if hard.any():
             height = torch.where(hard, slack, 0).sqrt().unsqueeze(-1)
             u = u + height * _lowest_direction(spectrum, u, init)
@@ -218,7 +218,7 @@ class Secular(Solver):
         ratio = b_unit.log2() - unit.log2()
         bounded = ratio.clamp(-_FAR, _FAR)
         b = b * bounded.exp2().unsqueeze(-1)
-        gram = A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
+        gram = small_gram(A)
         init = None if init is None else init.double()
         found = self._direct(A, b, gram, rmatvec(A, b), init)
         floor = found.gap - found.multiplier
