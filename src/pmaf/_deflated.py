@@ -70,9 +70,9 @@ def _deflated_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
     # The recursive residual drifts from the true one; what counts is the latter.
     rest = right - clear(column * w - w @ S)
     done = dot(rest, rest) <= 1e4 * target
-    if done.all():
-        return w
-    return torch.where(done.unsqueeze(-1), w, clear(_direct(S, shift, right)))
+    if not done.all():
+        w = torch.where(done.unsqueeze(-1), w, clear(_direct(S, shift, right)))
+    return w.contiguous()
 
 
 @_deflated_op.register_fake

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from pmaf._deflated import deflated_solve
+from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
 from pmaf.spectrum import merge_tolerance
@@ -93,9 +94,11 @@ class EigenConditions(NamedTuple):
         size = torch.where(size == 0, 1, size)
         # A gap that is not known (nan) is taken on trust.
         repeated = self.helper.gap[..., None, None] <= merge_tolerance(v.dtype) * size
-        matrix = (size * self.y).mT @ self.y - self.A.mT
-        rounding = torch.finfo(v.dtype).eps * size.squeeze(-1)
-        matrix.diagonal(dim1=-2, dim2=-1).add_(self.values + rounding)
+        eye = torch.eye(self.A.shape[-1], dtype=v.dtype, device=v.device)
+        rounding = torch.finfo(v.dtype).eps * size
+        rest = (size * self.y).mT @ self.y - self.A.mT
+        matrix = torch.addcmul(rest, eye, self.values.unsqueeze(-1) + rounding)
+        del rest  # it is as large as A, and the solve needs another
         both = torch.cat([v + size * target * self.y, self.y], -2)
         p, q = torch.linalg.solve(matrix, both.mT).mT.split(1, -2)
         along = (self.y * q).sum(-1, keepdim=True)
@@ -190,6 +193,7 @@ def _fixed_point(A: Tensor, y: Tensor) -> Tensor:
 
 def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
     """Jacobian in `x` of a function of `x` and `other`, one batch entry at a time."""
+    require_eager("A gradient rule with exploit=False", "exploit=True or Implicit()", x)
     keep = torch.is_grad_enabled()
     batch = x.shape[: x.dim() - (1 if x.dim() < other.dim() else 2)]
     if not keep:

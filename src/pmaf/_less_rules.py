@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from pmaf._linalg import dot, matvec, outer_sum
+from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
 from pmaf.spectrum import TangentSolver, gram_spectrum, merge_tolerance
@@ -95,12 +96,17 @@ class LessConditions(NamedTuple):
         block = None
         if needs[0]:
             block = A.mT.unsqueeze(-1) * y[..., None, None, :]
-            diagonal = block.diagonal(dim1=-3, dim2=-1)
-            diagonal += self.residual().unsqueeze(-1)
+            r = self.residual()
+            if torch.compiler.is_compiling():  # which does not trace writing into a view
+                eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).unsqueeze(-2)
+                block = torch.addcmul(block, eye, r[..., None, :, None])
+            else:
+                block.diagonal(dim1=-3, dim2=-1).add_(r.unsqueeze(-1))
         return block, -A.mT if needs[1] else None
 
     def _autodiff(self, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The same tensors by differentiating the objective twice, entry by entry."""
+        require_eager("DDN(exploit=False)", "DDN() or Implicit()", self.A)
         keep = torch.is_grad_enabled()
         A, b, y = self._expanded() if keep else (x.detach() for x in self._expanded())
         batch, m, n = A.shape[:-2], *A.shape[-2:]

@@ -113,6 +113,17 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
         raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
 
 
+def require_eager(what: str, instead: str, x: Tensor) -> None:
+    """Nobody is tracing or transforming the call, and there are numbers to work with."""
+    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+    abstract = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
+    if torch.compiler.is_compiling() or transformed or abstract:
+        raise RuntimeError(
+            f"{what} runs in eager mode only, not under torch.compile or the transforms of "
+            f"torch.func, nor on fake tensors; use {instead}"
+        )
+
+
 def require_extra(module: str, extra: str) -> None:
     """An optional dependency is there; the error names the extra that brings it."""
     if importlib.util.find_spec(module) is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._forward import forward_ied, forward_mode, require_forward
 from pmaf._ied_attach import attach
 from pmaf._linalg import norm
 from pmaf._solve import Certificate, Solution, announce, require_rules
@@ -168,12 +169,17 @@ class PrincipalEigenvectors:
         sign = 1.0 if self.largest else -1.0
         A = A if self.largest else -A
         if isinstance(gradient, Unroll):
+            errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
             errors.require_finite(A=(A, 2))
             problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
             with torch.autocast(A.device.type, enabled=False):
                 outcome = solver.solve(problem, init=init, report=report)
             outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
             announce(outcome, solver, throw)
+        elif forward_mode():
+            require_forward(gradient)
+            text = encode(solver.resolve(self))
+            outcome = forward_ied(A, init, self.width, self.symmetric, text, report, throw)
         else:
             text = encode(solver.resolve(self))
             outcome = attach(A, init, self.width, self.symmetric, text, gradient, report, throw)

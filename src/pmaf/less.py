@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._forward import forward_less, forward_mode, require_forward
 from pmaf._less_attach import attach
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._solve import Certificate, Solution, announce, require_rules
@@ -121,12 +122,16 @@ class SphereLeastSquares:
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
         b = b / self.radius
         if isinstance(gradient, Unroll):
+            errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
             if init is not None:
                 errors.require_finite(init=(init, 1))
             with torch.autocast(A.device.type, enabled=False):
                 outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
             outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
             announce(outcome, solver, throw)
+        elif forward_mode():
+            require_forward(gradient)
+            outcome = forward_less(A, b, init, encode(solver.resolve(self)), report, throw)
         else:
             text = encode(solver.resolve(self))
             outcome = attach(A, b, init, text, gradient, report, throw)

@@ -39,6 +39,13 @@ class Configured:
         super().__init_subclass__(**kwargs)
         Configured._kinds[cls.__name__] = cls
 
+    def __post_init__(self) -> None:
+        # Written once, here: under torch.compile with dynamic shapes the numbers in it may
+        # turn symbolic, and then there is nothing to write.
+        object.__setattr__(self, "text", _write(self))
+
+    text: ClassVar[str]  # of each instance; not a field, so neither compared nor printed
+
 
 class Solver(Configured):
     """A way to solve a problem. Subclasses implement `solve` and name what they serve."""
@@ -60,16 +67,20 @@ class Solver(Configured):
         return "try Auto()"
 
 
-def encode(x: Any) -> str:
-    """A solver as text; the same as its `repr`, in terms that `torch.compile` can trace."""
+def encode(solver: Configured) -> str:
+    """A solver as text, the expression that builds it."""
+    return solver.text
+
+
+def _write(x: Any) -> str:
+    if isinstance(x, Configured):
+        names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]
+        options = ", ".join([f"{name}={_write(getattr(x, name))}" for name in names])
+        return f"{type(x).__name__}({options})"
     if isinstance(x, float):
         # Infinity has no literal; NumPy's floats print as calls.
         return "1e999" if x == math.inf else repr(float(x))
-    if not isinstance(x, Configured):
-        return repr(x)
-    names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]
-    options = ", ".join([f"{name}={encode(getattr(x, name))}" for name in names])
-    return f"{type(x).__name__}({options})"
+    return repr(x)
 
 
 @functools.lru_cache(maxsize=256)

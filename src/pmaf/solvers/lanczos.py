@@ -45,6 +45,7 @@ class Lanczos(Solver):
     fallback: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("depth", self.depth, 2)
         require_at_least("extra", self.extra, 0)
         require_at_least("restarts", self.restarts, 1)

@@ -55,6 +55,7 @@ class LineSearch(Configured):
     beta: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("alpha", "beta"):
             value = getattr(self, name, 0.5)
             if not 0 < value < 1:

@@ -44,6 +44,7 @@ class PowerIteration(Solver):
     shift: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("iterations", self.iterations, 1)
 
     def solve(

@@ -71,6 +71,7 @@ class ProjectedGradient(Solver):
     max_iterations: int = 100
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.step not in ("unit", "gradient"):
             raise ValueError(f'step must be "unit" or "gradient"; got {self.step!r}')
 

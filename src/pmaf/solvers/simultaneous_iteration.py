@@ -53,6 +53,7 @@ class SimultaneousIteration(Solver):
     full: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("iterations", self.iterations, 1)
 
     def solve(

@@ -1,0 +1,128 @@
+"""Forward-mode derivatives of a solution.
+
+An opaque solve has no tangents. Newton steps from its solution on the optimality
+conditions, with the linear system of the solution itself, move nothing (they start at
+the root) and carry the derivatives, each step those of one order more: four steps are
+exact for up to fourth derivatives, in any mix of modes. They are plain torch operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pmaf import sphere
+from pmaf._linalg import matvec, norm, rmatvec
+from pmaf.gradients import Gradient, Implicit
+from pmaf.solvers import Outcome, Secular
+from pmaf.solvers._base import decode, encode
+from pmaf.spectrum import TangentSolver, merge_tolerance
+
+STEPS = 4
+
+
+def forward_mode() -> bool:
+    """Whether somebody up the stack is propagating tangents."""
+    return forward_ad._current_level >= 0
+
+
+def require_forward(gradient: Gradient) -> None:
+    """Forward mode knows one rule."""
+    if not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"gradient={gradient!r} is a rule for reverse mode; "
+            "use gradient=Implicit() with torch.func.jvp, jacfwd or hessian"
+        )
+
+
+def constant(x: Tensor) -> Tensor:
+    """A copy without derivatives of any kind, whatever transforms are at work."""
+    return _Constant.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class _Constant(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        return None
+
+
+def forward_less(
+    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
+) -> Outcome:
+    """LESS on the unit sphere with tangents."""
+    fixed = constant(A), constant(b), None if init is None else constant(init)
+    found = Outcome(*torch.ops.pmaf.less(*fixed, solver, report, throw))
+    helper, gap = found, found.gap
+    if not decode(solver).keeps_basis:
+        helper = Outcome(*torch.ops.pmaf.less(*fixed, encode(Secular()), False, False))
+        gap = found.multiplier + (helper.gap - helper.multiplier)
+    solve = TangentSolver(helper.basis, helper.spread, gap, found.value)
+    u = found.value
+    for _ in range(STEPS):
+        force = -rmatvec(A, matvec(A, u) - b)
+        u = sphere.project(u + solve(sphere.tangent(u, force)))
+    return found._replace(value=u)
+
+
+def forward_ied(
+    A: Tensor, init: Tensor | None, k: int, symmetric: bool, solver: str, report: bool, throw: bool
+) -> Outcome:
+    """IED with tangents; for a symmetric matrix at the price of a full decomposition."""
+    fixed = constant(A)
+    init = None if init is None else constant(init)
+    found = Outcome(*torch.ops.pmaf.ied(fixed, init, k, symmetric, solver, report, throw))
+    step = _symmetric_step if symmetric else _general_step
+    values, rows = step(A, fixed, found)
+    return found._replace(value=rows, multiplier=values)
+
+
+def _symmetric_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, Tensor]:
+    S = 0.5 * (A + A.mT)
+    values, vectors = torch.linalg.eigh(0.5 * (fixed + fixed.mT))
+    rise = found.multiplier.unsqueeze(-1) - values.unsqueeze(-2)
+    scale = values.abs().amax(-1)[..., None, None]
+    apart = rise.abs() > merge_tolerance(A.dtype) * scale
+    inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
+    y = found.value
+    for _ in range(STEPS):
+        image = y @ S
+        rest = image - (image * y).sum(-1, keepdim=True) * y
+        y = y + ((rest @ vectors) * inverse) @ vectors.mT
+        y = y / norm(y).unsqueeze(-1)
+    return (y @ S * y).sum(-1), y
+
+
+def _general_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, Tensor]:
+    y, value = found.value, found.multiplier.unsqueeze(-1)
+    size = torch.linalg.matrix_norm(fixed)[..., None, None]
+    size = torch.where(size == 0, 1, size)
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    # λI − A on the complement of y; along y, whatever makes it regular.
+    matrix = value * eye - fixed + size * (y.mT @ y)
+    inverse_y = torch.linalg.solve(matrix, y.mT)
+    start = y
+    for _ in range(STEPS):
+        image = y @ A.mT
+        rest = image - (image * y).sum(-1, keepdim=True) * y
+        move = torch.linalg.solve(matrix, rest.mT)
+        move = move - inverse_y * ((start @ move) / (start @ inverse_y))
+        y = y + move.mT
+        y = y / norm(y).unsqueeze(-1)
+    return (y @ A.mT * y).sum(-1), y

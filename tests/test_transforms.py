@@ -1,0 +1,94 @@
+"""Every cell of the table in `tests/transforms.py`, and what does not fit into it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import pmaf
+from tests.transforms import COLUMNS, ROWS, Column, excused, page
+
+# Tracing and compiling raise torch's own deprecation warnings.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_cell(row, column):
+    if not excused(row, column):
+        row.check(column)
+        return
+    with pytest.raises(Exception, match=r"eager mode only|rule for reverse mode"):
+        row.check(column)
+
+
+def test_the_page_in_the_docs_is_this_table():
+    path = Path(__file__).parent.parent / "docs" / "transforms.md"
+    assert path.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("column", [COLUMNS[0], COLUMNS[5]], ids=lambda column: column.name)
+def test_vmap_is_one_batched_solve(column: Column, monkeypatch):
+    kind = {"less": pmaf.solvers.Secular, "ied": pmaf.solvers.Dense}[column.name]
+    solve, calls = kind.solve, []
+
+    def counted(self, problem, **options):
+        calls.append(problem.batch_shape)
+        return solve(self, problem, **options)
+
+    monkeypatch.setattr(kind, "solve", counted)
+    torch.func.vmap(torch.func.grad(column.loss))(*column.inputs())
+    assert calls == [torch.Size([4])]
+
+
+def test_a_gradient_nobody_asked_for_is_not_computed(monkeypatch):
+    A, b = torch.randn(5, 3), torch.randn(5, requires_grad=True)
+
+    def never(*_):
+        raise AssertionError("the gradient of A was formed")
+
+    monkeypatch.setattr("pmaf._less_rules.outer_sum", never)
+    pmaf.less(A, b).sum().backward()
+    with pytest.raises(AssertionError, match="was formed"):
+        pmaf.less(A.requires_grad_(), b).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        ("less", lambda A: (A[..., :2], A[..., 0], None, "Secular()", True, False)),
+        ("less", lambda A: (A[..., :2], A[..., 0], None, "ProjectedGradient()", True, False)),
+        ("ied", lambda A: (A, None, 2, True, "Dense()", True, False)),
+        ("ied", lambda A: (A.abs(), None, 1, False, "Dense()", True, False)),
+        ("ied", lambda A: (A, None, 1, True, "Lanczos()", False, False)),
+        ("deflated_solve", lambda A: (A, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone())),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_opcheck(operator, arguments):
+    A = torch.randn(3, 4, 4, dtype=torch.float64)
+    overload = getattr(torch.ops.pmaf, operator).default
+    torch.library.opcheck(overload, arguments(A + A.mT))
+
+
+class _Solutions(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        torch.set_num_threads(1)
+        g = torch.Generator().manual_seed(i)
+        A, b = torch.randn(5, 3, generator=g), torch.randn(5, generator=g)
+        return pmaf.less(A, b), pmaf.ied(A.mT @ A).vectors
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_data_loader_workers(context):
+    loader = torch.utils.data.DataLoader(
+        _Solutions(), batch_size=4, num_workers=1, multiprocessing_context=context
+    )
+    (found,) = loader
+    expected = [torch.stack(parts) for parts in zip(*(_Solutions()[i] for i in range(4)))]
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)

@@ -1,0 +1,404 @@
+"""Every PyTorch transform × every layer: the table behind the tests and the docs.
+
+    python -m tests.transforms > docs/transforms.md
+
+`ROWS` has a check for each transform, `COLUMNS` the layers it is run on. A cell without a
+check is `EAGER_ONLY`: there the call has to raise an error that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import pmaf
+from pmaf.gradients import DDN, IFT, Unroll
+from pmaf.solvers import Lanczos, PowerIteration, ProjectedGradient, SimultaneousIteration
+
+T = torch.float64
+
+
+@dataclass(frozen=True)
+class Column:
+    """A layer as a function of its inputs to one tensor, and a batch of inputs for it."""
+
+    name: str
+    call: Callable[..., Tensor]
+    module: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    eager_only: bool = False  # cannot be traced or mapped
+    eager_backward: bool = False  # its backward pass cannot
+    reverse_only: bool = False  # rules for reverse mode
+    tolerance: float = 1e-8
+
+    def loss(self, *inputs: Tensor) -> Tensor:
+        out = self.call(*inputs)
+        return (
+            out * torch.cos(torch.arange(out.numel(), dtype=out.dtype)).reshape(out.shape)
+        ).sum()
+
+
+FLAGS = ("eager_only", "eager_backward", "reverse_only")
+
+
+def _seeded(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(8), dtype=T)
+
+
+def _less(name: str, **options: Any) -> Column:
+    flags = {key: options.pop(key, False) for key in FLAGS}
+    return Column(
+        name,
+        lambda A, b: pmaf.less(A, b, **options),
+        lambda: pmaf.LESS(**options),
+        lambda: (_seeded(4, 5, 3), _seeded(4, 5).flip(0)),
+        **flags,
+    )
+
+
+def _ied(name: str, k: int | None = None, **options: Any) -> Column:
+    flags = {key: options.pop(key, False) for key in FLAGS}
+
+    def call(A: Tensor) -> Tensor:
+        values, vectors = pmaf.ied(A, k, **options)
+        return vectors + (values.unsqueeze(-1) if k is None else values.unsqueeze(-2))
+
+    def inputs() -> tuple[Tensor, ...]:
+        A = _seeded(4, 4, 4)
+        return (A.abs() if not options.get("symmetric", True) else A + 3 * torch.diag(
+            torch.arange(4.0, dtype=T)),)  # fmt: skip
+
+    return Column(name, call, lambda: pmaf.IED(k, **options), inputs, **flags)
+
+
+PATIENT = ProjectedGradient(regulariser=1e-60, tolerance=1e-16, max_iterations=5000)
+
+COLUMNS = [
+    _less("less"),
+    replace(_less("less, ProjectedGradient", solver=PATIENT), tolerance=1e-5),
+    _less("less, DDN", gradient=DDN(), reverse_only=True),
+    _less("less, DDN J", gradient=DDN(exploit=False), eager_backward=True, reverse_only=True),
+    _less("less, Unroll", solver=PATIENT, gradient=Unroll(), eager_only=True),
+    _ied("ied"),
+    _ied("ied, k=3", 3),
+    _ied("ied, nonsymmetric", symmetric=False),
+    _ied("ied, Lanczos", 2, solver=Lanczos()),
+    _ied("ied, PowerIteration", solver=PowerIteration(iterations=5000)),
+    _ied("ied, SimultaneousIteration", 2, solver=SimultaneousIteration(iterations=5000)),
+    _ied("ied, DDN", gradient=DDN(), reverse_only=True),
+    _ied("ied, IFT", gradient=IFT(), reverse_only=True),
+    _ied("ied, IFT J", gradient=IFT(exploit=False), eager_backward=True, reverse_only=True),
+    _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
+]
+
+
+def close(found: Any, expected: Any, column: Column) -> None:
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=column.tolerance * (1 + float(y.abs().max())))
+
+
+def plain_gradient(column: Column, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(column.loss(*leaves), leaves)
+
+
+def numbers(column: Column) -> tuple[int, ...]:
+    return tuple(range(len(column.inputs())))
+
+
+def check_grad(column: Column) -> None:
+    inputs = column.inputs()
+    expected = plain_gradient(column, inputs)
+    close(grad(column.loss, numbers(column))(*inputs), expected, column)
+    out, pullback = vjp(column.loss, *inputs)
+    close(pullback(torch.ones_like(out)), expected, column)
+
+
+def check_jacrev(column: Column) -> None:
+    inputs = tuple(x[0] for x in column.inputs())
+    jacobians = jacrev(column.call, numbers(column))(*inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = column.call(*leaves)
+    weights = torch.ones_like(out)
+    expected = torch.autograd.grad(out, leaves, weights)
+    found = [J.sum(tuple(range(out.dim()))) for J in jacobians]
+    close(found, expected, column)
+
+
+def check_hessian(column: Column) -> None:
+    inputs = tuple(x[0] for x in column.inputs())
+    found = hessian(column.loss)(*inputs)
+    expected = jacrev(jacrev(column.loss))(*inputs)
+    close([found], [expected], column)
+
+
+def check_forward(column: Column) -> None:
+    inputs = tuple(x[0] for x in column.inputs())
+    every = numbers(column)
+    expected = jacrev(column.call, every)(*inputs)
+    close(jacfwd(column.call, every)(*inputs), expected, column)
+    tangents = tuple(torch.cos(x) for x in inputs)
+    _, found = jvp(column.call, inputs, tangents)
+    by_reverse = sum(
+        (J * t).flatten(found.dim()).sum(-1) for J, t in zip(expected, tangents, strict=True)
+    )
+    close([found], [by_reverse], column)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
+        dual = forward_ad.unpack_dual(column.call(*duals)).tangent
+        close([dual], [by_reverse], column)
+
+
+def check_third(column: Column) -> None:
+    x, *rest = (x[0] for x in column.inputs())
+    direction = torch.cos(x)
+
+    def along(t: Tensor) -> Tensor:
+        return column.loss(x + t * direction, *rest)
+
+    second = jacrev(jacrev(along))
+    zero = torch.zeros((), dtype=T)
+    third = jacrev(second)(zero)
+    step = 1e-4
+    difference = (second(zero + step) - second(zero - step)) / (2 * step)
+    assert abs(float(third - difference)) <= 1e-4 * (1 + abs(float(third)))
+
+
+def check_vmap(column: Column) -> None:
+    inputs = column.inputs()
+    count = len(inputs[0])
+    loop = torch.stack([column.call(*(x[i] for x in inputs)) for i in range(count)])
+    close([vmap(column.call)(*inputs)], [loop], column)
+    last = tuple(x.movedim(0, -1) for x in inputs)
+    close([vmap(column.call, in_dims=-1)(*last)], [loop], column)
+    nested = vmap(vmap(column.call))(*(x.reshape(2, 2, *x.shape[1:]) for x in inputs))
+    close([nested.flatten(0, 1)], [loop], column)
+    for only in range(len(inputs)):
+        mixed = tuple(x if i == only else x[0] for i, x in enumerate(inputs))
+        dims = tuple(0 if i == only else None for i in range(len(inputs)))
+        some = torch.stack(
+            [column.call(*(x[j] if i == only else x for i, x in enumerate(mixed)))
+             for j in range(count)]
+        )  # fmt: skip
+        close([vmap(column.call, dims)(*mixed)], [some], column)
+
+
+def check_per_sample(column: Column) -> None:
+    inputs = column.inputs()
+    every = numbers(column)
+    found = vmap(grad(column.loss, every))(*inputs)
+    singly = [plain_gradient(column, tuple(x[i] for x in inputs)) for i in range(len(inputs[0]))]
+    close(found, [torch.stack(parts) for parts in zip(*singly, strict=True)], column)
+
+
+def check_compile(column: Column) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(column.loss, fullgraph=True, dynamic=True)
+    for count in (4, 3):
+        leaves = [x[:count].clone().requires_grad_() for x in column.inputs()]
+        out = compiled(*leaves)
+        close([out.detach()], [column.loss(*leaves).detach()], column)
+        found = torch.autograd.grad(out, leaves)
+        close(found, plain_gradient(column, tuple(x[:count] for x in column.inputs())), column)
+
+
+class Wrapped(nn.Module):
+    """A layer behind a trainable scale."""
+
+    def __init__(self, column: Column) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=T))
+        self.layer = column.module()
+
+    def forward(self, A: Tensor, *rest: Tensor) -> Tensor:
+        out = self.layer(self.scale * A, *rest)
+        return out if isinstance(out, Tensor) else out.vectors
+
+
+def check_module_step(column: Column) -> None:
+    torch._dynamo.reset()
+    inputs = column.inputs()
+    results = []
+    for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True)):
+        module = Wrapped(column)
+        runner = wrap(module)
+        optimiser = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimiser.zero_grad()
+            runner(*inputs).square().mul(torch.arange(1.0, 4.0, dtype=T)[0]).sum().backward()
+            optimiser.step()
+        results.append(module.scale.detach())
+    close(results[:1], results[1:], column)
+
+
+def check_export(column: Column) -> None:
+    inputs = column.inputs()
+    module = Wrapped(column)
+    program = torch.export.export(module, inputs)
+    close([program.module()(*inputs).detach()], [module(*inputs).detach()], column)
+
+
+def check_autocast(column: Column) -> None:
+    inputs = tuple(x.float() for x in column.inputs())
+    expected, gradients = column.call(*inputs), plain_gradient(column, inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = column.call(*inputs)
+        loss = column.loss(*leaves)
+    found = torch.autograd.grad(loss, leaves)
+    # Computed in bfloat16 they would differ by a hundred times as much.
+    for x, y in zip((out, *found), (expected, *gradients), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4 * (1 + float(y.abs().max())))
+
+
+def check_half(column: Column) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        leaves = [x.to(dtype).requires_grad_() for x in column.inputs()]
+        wide = [x.detach().float().requires_grad_() for x in leaves]
+        out, truth = column.call(*leaves), column.call(*wide)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), truth, rtol=2e-2, atol=2e-2)
+        scale = 2.0**6  # a loss scale changes nothing but the scale
+        once = torch.autograd.grad(out.float().sum(), leaves, retain_graph=True)
+        scaled = torch.autograd.grad(scale * out.float().sum(), leaves)
+        for x, y in zip(once, scaled, strict=True):
+            assert x.dtype == dtype
+            torch.testing.assert_close(y.float() / scale, x.float(), rtol=2e-2, atol=2e-2)
+
+
+def check_modes(column: Column) -> None:
+    inputs = column.inputs()
+    expected = column.call(*inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        assert not column.call(*leaves).requires_grad
+    with torch.inference_mode():
+        close([column.call(*inputs).clone()], [expected], column)
+    out = torch.utils.checkpoint.checkpoint(column.loss, *leaves, use_reentrant=False)
+    close(torch.autograd.grad(out, leaves), plain_gradient(column, inputs), column)
+    for only in range(len(inputs)):
+        mixed = [x.clone().requires_grad_(i == only) for i, x in enumerate(inputs)]
+        column.loss(*mixed).backward()
+        assert [x.grad is not None for x in mixed] == [i == only for i in range(len(inputs))]
+
+
+def check_fake(column: Column) -> None:
+    inputs = column.inputs()
+    real = column.call(*inputs)
+    meta = column.call(*(x.to("meta") for x in inputs))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = column.call(*(mode.from_tensor(x) for x in inputs))
+    for x in (meta, fake):
+        assert (x.shape, x.dtype, x.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def check_round_trip(column: Column) -> None:
+    inputs = column.inputs()
+    module = Wrapped(column)
+    expected = module(*inputs)
+    stored = io.BytesIO()
+    torch.save(module, stored)
+    stored.seek(0)
+    clones = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(stored, weights_only=False),
+    ]
+    clones[0].load_state_dict(module.state_dict())
+    for clone in clones:
+        close([clone(*inputs).detach()], [expected.detach()], column)
+        assert repr(clone) == repr(module)
+    assert "solver=" in repr(module)
+    assert "gradient=" in repr(module)
+
+
+def check_threads(column: Column) -> None:
+    inputs = column.inputs()
+    expected = plain_gradient(column, inputs)
+    results: list[Any] = [None] * 4
+
+    def work(i: int) -> None:
+        results[i] = plain_gradient(column, inputs)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        close(found, expected, column)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A transform: what it is called, its check, and what it asks of a layer."""
+
+    name: str
+    check: Callable[[Column], None]
+    traces: bool = False  # compiles, exports or maps: not for what is eager only
+    forwards_only: bool = False  # without a backward pass
+    forward: bool = False  # propagates tangents: not for rules of reverse mode
+
+
+ROWS = [
+    Row("`torch.func.grad`, `vjp`", check_grad, traces=True),
+    Row("`torch.func.jacrev`", check_jacrev, traces=True),
+    Row("`torch.func.hessian` (forward over reverse)", check_hessian, traces=True, forward=True),
+    Row("`torch.func.jvp`, `jacfwd`, `forward_ad`", check_forward, traces=True, forward=True),
+    Row("third derivatives", check_third, traces=True),
+    Row("`vmap`: any input, any dimension, nested", check_vmap, traces=True, forwards_only=True),
+    Row("`vmap(grad(…))`, per-sample gradients", check_per_sample, traces=True),
+    Row("`torch.compile(fullgraph=True)`, dynamic shapes", check_compile, traces=True),
+    Row("`torch.compile` of a module in a training step", check_module_step, traces=True),
+    Row("`torch.export`", check_export, traces=True, forwards_only=True),
+    Row("`torch.autocast`", check_autocast),
+    Row("float16 and bfloat16, loss scaling", check_half),
+    Row("`no_grad`, `inference_mode`, `checkpoint`, one input only", check_modes),
+    Row("fake and meta tensors", check_fake, traces=True, forwards_only=True),
+    Row("`deepcopy`, `pickle`, `torch.save`, `state_dict`, `repr`", check_round_trip),
+    Row("several threads", check_threads),
+]
+
+
+def excused(row: Row, column: Column) -> bool:
+    """Whether this cell raises an error instead of working."""
+    eager = column.eager_only or (column.eager_backward and not row.forwards_only)
+    return (row.traces and eager) or (row.forward and column.reverse_only)
+
+
+def page() -> str:
+    """The table in Markdown."""
+    columns = [column.name for column in COLUMNS]
+    lines = [
+        "# Which PyTorch transforms work with what",
+        "",
+        "Made from the table that the tests run, by `python -m tests.transforms`.",
+        "✓ is tested to work, ✗ to raise an error that says what to use instead.",
+        "",
+        "| | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for row in ROWS:
+        cells = ["✗" if excused(row, column) else "✓" for column in COLUMNS]
+        lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Forward mode is exact up to fourth derivatives, in any mix with reverse mode; for a",
+        "symmetric eigenproblem it costs a full decomposition. Reverse mode is exact to any order.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
