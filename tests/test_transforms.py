@@ -8,8 +8,12 @@ import torch
 import pmaf
 from tests.transforms import COLUMNS, ROWS, Column, excused, page
 
-# Tracing and compiling raise torch's own deprecation warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    # Tracing and compiling raise torch's own deprecation warnings.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # One of the solvers takes all its steps, and says so.
+    pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning"),
+]
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)

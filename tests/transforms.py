@@ -81,7 +81,8 @@ def _ied(name: str, k: int | None = None, **options: Any) -> Column:
     return Column(name, call, lambda: pmaf.IED(k, **options), inputs, **flags)
 
 
-PATIENT = ProjectedGradient(regulariser=1e-60, tolerance=1e-16, max_iterations=5000)
+# Always as many steps, so that rounding does not decide how often to differentiate.
+PATIENT = ProjectedGradient(regulariser=1e-30, tolerance=0.0, max_iterations=300)
 
 COLUMNS = [
     _less("less"),
