@@ -115,7 +115,10 @@ class PrincipalEigenvectors:
         """What `Auto()` stands for."""
         if not self.symmetric or self.n < _KRYLOV_FROM or self.width > self.n // 16:
             return Dense()
-        return Lanczos(fallback=True)
+        # Tighter than Lanczos asks of itself: no less accurate than eigh, which takes over
+        # where that cannot be had.
+        computed = torch.promote_types(self.A.dtype, torch.float32)
+        return Lanczos(tolerance=6 * torch.finfo(computed).eps, fallback=True)
 
     def certify(self, value: Tensor) -> Certificate:
         """Checked against all eigenvalues, in float64.
