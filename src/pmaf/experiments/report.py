@@ -1,0 +1,178 @@
+"""A report of the rows in a folder: HTML, Markdown, CSV, PNG and PDF."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+from rich.progress import track
+
+from pmaf.experiments.experiment import Experiment, Figure, Finding, Row, Section, Table
+from pmaf.experiments.plots import DARK, LIGHT, drawn, picture
+from pmaf.experiments.store import Store, write_whole
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """An experiment, the rows there are of it, and what they say."""
+
+    experiment: Experiment
+    section: Section
+    count: int
+    missing: Sequence[Row]
+
+
+def write(store: Store, experiments: Iterable[Experiment], console: Console) -> Path:
+    """Write the report of a folder into it; returns the path of the HTML page."""
+    about = store.about()
+    chapters: list[Chapter] = []
+    environments: list[Mapping[str, Any]] = []
+    for experiment in experiments:
+        rows = store.rows(experiment.name)
+        if not rows:
+            continue
+        missing = [row for row in rows if row.status != "done"]
+        section = experiment.present(rows)
+        chapters.append(Chapter(experiment, section, len(rows), missing))
+        environments += [row.environment for row in rows if row.environment]
+    pictures: dict[str, dict[str, str]] = {}
+    figures = [figure for chapter in chapters for figure in chapter.section.figures]
+    for figure in track(figures, f"{'figures':16}", console=console):
+        pictures[figure.name] = _draw(figure, store.folder / "figures")
+    for chapter in chapters:
+        for table in chapter.section.tables:
+            write_whole(store.folder / "tables" / f"{table.name}.csv", flat(table.frame))
+            write_whole(store.folder / "tables" / f"{table.name}.md", markdown(table) + "\n")
+    loader = PackageLoader("pmaf.experiments")
+    templates = Environment(
+        loader=loader,
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = templates.get_template("report.html.jinja").render(
+        about=about,
+        chapters=chapters,
+        environments=_distinct(environments),
+        pictures=pictures,
+        table=web_table,
+        mark=_mark,
+        reason=reason,
+    )
+    path = store.folder / "report.html"
+    write_whole(path, page)
+    write_whole(store.folder / "report.md", _plain(about, chapters))
+    return path
+
+
+def _draw(figure: Figure, folder: Path) -> dict[str, str]:
+    """Draw a figure in both themes, save it, and return it ready to put into a page."""
+    inline = {}
+    for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
+        with drawn(theme):
+            drawing = figure.draw(theme)
+            content = picture(drawing, "png")
+            write_whole(folder / f"{figure.name}{suffix}.png", content)
+            inline[theme.name] = base64.b64encode(content).decode()
+            if theme is LIGHT:
+                write_whole(folder / f"{figure.name}.pdf", picture(drawing, "pdf"))
+    return inline
+
+
+def _distinct(environments: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(items) for items in dict.fromkeys(tuple(e.items()) for e in environments)]
+
+
+def reason(row: Row) -> str:
+    """Which cell has no value, and why, in a line."""
+    words = " ".join(str(value) for value in row.params.values())
+    return f"{words}: {row.error.strip().splitlines()[-1] if row.error else 'no reason given'}"
+
+
+def formatted(table: Table) -> pd.DataFrame:
+    """The frame with every number written out."""
+    frame = table.frame.astype(object)
+    for column in frame.columns:
+        label = column[-1]
+        frame[column] = [_write(value, table.formats.get(label)) for value in frame[column]]
+    return frame
+
+
+def _write(value: Any, form: str | None) -> str:
+    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+        return NOTHING
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and form is None:
+        return f"{value:g}"
+    return form.format(value) if form else str(value)
+
+
+def web_table(table: Table) -> str:
+    """A table as HTML, headed by its column groups."""
+    frame = formatted(table)
+    if all(group == "" for group, _ in frame.columns):
+        frame.columns = [label for _, label in frame.columns]
+    page = frame.to_html(index=False, border=0, classes="figures", justify="unset")
+    return re.sub(r"<tr>(\s*<td>[^<]*\bours\b)", r'<tr class="ours">\1', page)
+
+
+def flat(frame: pd.DataFrame) -> str:
+    """A table as CSV, raw numbers, one header line."""
+    named = frame.set_axis([_head(column) for column in frame.columns], axis=1)
+    return named.to_csv(index=False)
+
+
+def markdown(table: Table) -> str:
+    """A table as Markdown."""
+    frame = formatted(table)
+    right = "|".join([":--", *["--:"] * (len(frame.columns) - 1)])
+    lines = [" | ".join(_head(column) for column in frame.columns), right]
+    lines += [" | ".join(map(str, row)) for row in frame.itertuples(index=False)]
+    return "\n".join(f"| {line} |" if line is not right else f"|{line}|" for line in lines)
+
+
+def _head(column: tuple[str, str]) -> str:
+    return " ".join(part for part in column if part)
+
+
+def _mark(finding: Finding) -> str:
+    return {True: "yes", False: "no", None: NOTHING}[finding.holds]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """The findings as a table."""
+    columns = [("", label) for label in ("claim", "paper", "here", "holds")]
+    lines = [[f.claim, f.claimed, f.found, _mark(f)] for f in findings]
+    return Table.of("findings", "At a glance", columns, lines)
+
+
+def _plain(about: Mapping[str, Any], chapters: Sequence[Chapter]) -> str:
+    """The report as Markdown, with the figures as links."""
+    lines = ["# The paper's experiments, run again", ""]
+    lines += [f"Made by `{command}`." for command in about["commands"]]
+    lines.append("")
+    findings = [finding for chapter in chapters for finding in chapter.section.findings]
+    if findings:
+        lines += [markdown(findings_table(findings)), ""]
+    for chapter in chapters:
+        lines += [f"## {chapter.experiment.title}", "", chapter.experiment.about, ""]
+        lines += [f"{note}\n" for note in chapter.section.notes]
+        for figure in chapter.section.figures:
+            lines += [f"![{figure.caption}](figures/{figure.name}.png)", ""]
+        for table in chapter.section.tables:
+            lines += [f"### {table.title}", "", markdown(table), ""]
+            lines += [table.note, ""] if table.note else []
+        if chapter.missing:
+            lines += ["Not measured:", "", *(f"- {reason(row)}" for row in chapter.missing), ""]
+    return "\n".join(lines)
