@@ -65,7 +65,7 @@ def matrices(
     Args:
         distribution: "gaussian", "uniform", "vonmises" or "choice".
     """
-    require_extra("numpy", "plots")
+    require_extra("numpy", "paper")
     import numpy as np
 
     random = np.random.RandomState(seed)
