@@ -167,7 +167,7 @@ def _limit_memory() -> None:
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(0.9 * available)
+    limit = int(0.85 * available)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
