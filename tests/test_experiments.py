@@ -106,9 +106,10 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
     for kind, status in (("fine", "done"), ("raises", "failed")):
         row = Row({"kind": kind}, status, error="" if status == "done" else "Trace\nOops: <x>")
         store.save("toy", Cell({"kind": kind}), row)
-    page = reports.write(store, [Toy(tmp_path, ())], console)
+    page = reports.write(store, [Toy(tmp_path, ())], console).page
     assert not counts(tmp_path)
     text = page.read_text()
+    assert (tmp_path / "tables" / "findings.csv").exists()
     for expected in (
         "Ends &lt;badly&gt; &amp; well.",
         "toys &lt;work&gt;",
@@ -125,7 +126,7 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
         assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert 'src="http' not in text
     assert "<script" not in text
-    assert reports.write(store, [Toy(tmp_path, ())], console).read_text() == text
+    assert reports.write(store, [Toy(tmp_path, ())], console).page.read_text() == text
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import pmaf
@@ -20,6 +22,7 @@ from pmaf.errors import require_extra
 
 if TYPE_CHECKING:
     from pmaf.experiments import Experiment, Scale
+    from pmaf.experiments.report import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,7 +100,7 @@ def reproduce(
         start = time.perf_counter()
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in good order
         tally = run(experiments, scale, where, store, console)
-        page = _report(folder)
+        written = _report(folder)
     except StoreError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -114,7 +117,7 @@ def reproduce(
         + (f", [red]{tally.failed} failed[/]; the report says why" if tally.failed else "")
         + "."
     )
-    console.print(f"Report: [bold]{page}[/]", soft_wrap=True)
+    _show(written)
     if tally.failed:
         raise typer.Exit(1)
 
@@ -127,12 +130,23 @@ def report(
     from pmaf.experiments.store import StoreError
 
     try:
-        console.print(f"Report: [bold]{_report(folder)}[/]", soft_wrap=True)
+        _show(_report(folder))
     except (StoreError, ImportError, OSError) as error:
         _fail(error)
 
 
-def _report(folder: Path) -> Path:
+def _show(written: Report) -> None:
+    """The findings, and where to read on."""
+    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    table = Table("claim", "paper", "here", "holds", box=box.SIMPLE_HEAD)
+    for finding in written.findings:
+        cells = (escape(text) for text in (finding.claim, finding.claimed, finding.found))
+        table.add_row(*cells, marks[finding.holds])
+    console.print(table)
+    console.print(f"Report: [bold]{written.page}[/]", soft_wrap=True)
+
+
+def _report(folder: Path) -> Report:
     items = _items([])
     from pmaf.experiments import report as reports
     from pmaf.experiments.store import Store

@@ -31,8 +31,16 @@ class Chapter:
     missing: Sequence[Row]
 
 
-def write(store: Store, experiments: Iterable[Experiment], console: Console) -> Path:
-    """Write the report of a folder into it; returns the path of the HTML page."""
+@dataclass(frozen=True)
+class Report:
+    """Where the page is, and what it begins with."""
+
+    page: Path
+    findings: Sequence[Finding]
+
+
+def write(store: Store, experiments: Iterable[Experiment], console: Console) -> Report:
+    """Write the report of a folder into it."""
     about = store.about()
     chapters: list[Chapter] = []
     environments: list[Mapping[str, Any]] = []
@@ -48,10 +56,11 @@ def write(store: Store, experiments: Iterable[Experiment], console: Console) -> 
     figures = [figure for chapter in chapters for figure in chapter.section.figures]
     for figure in track(figures, f"{'figures':16}", console=console):
         pictures[figure.name] = _draw(figure, store.folder / "figures")
-    for chapter in chapters:
-        for table in chapter.section.tables:
-            write_whole(store.folder / "tables" / f"{table.name}.csv", flat(table.frame))
-            write_whole(store.folder / "tables" / f"{table.name}.md", markdown(table) + "\n")
+    findings = [finding for chapter in chapters for finding in chapter.section.findings]
+    tables = [table for chapter in chapters for table in chapter.section.tables]
+    for table in [findings_table(findings), *tables]:
+        write_whole(store.folder / "tables" / f"{table.name}.csv", flat(table.frame))
+        write_whole(store.folder / "tables" / f"{table.name}.md", markdown(table) + "\n")
     loader = PackageLoader("pmaf.experiments")
     templates = Environment(
         loader=loader,
@@ -71,8 +80,8 @@ def write(store: Store, experiments: Iterable[Experiment], console: Console) -> 
     )
     path = store.folder / "report.html"
     write_whole(path, page)
-    write_whole(store.folder / "report.md", _plain(about, chapters))
-    return path
+    write_whole(store.folder / "report.md", _plain(about, chapters, findings))
+    return Report(path, findings)
 
 
 def _draw(figure: Figure, folder: Path) -> dict[str, str]:
@@ -157,12 +166,13 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return Table.of("findings", "At a glance", columns, lines)
 
 
-def _plain(about: Mapping[str, Any], chapters: Sequence[Chapter]) -> str:
+def _plain(
+    about: Mapping[str, Any], chapters: Sequence[Chapter], findings: Sequence[Finding]
+) -> str:
     """The report as Markdown, with the figures as links."""
     lines = ["# The paper's experiments, run again", ""]
     lines += [f"Made by `{command}`." for command in about["commands"]]
     lines.append("")
-    findings = [finding for chapter in chapters for finding in chapter.section.findings]
     if findings:
         lines += [markdown(findings_table(findings)), ""]
     for chapter in chapters:
