@@ -117,3 +117,8 @@ def test_paths_start_and_end_on_the_circle():
         steps = int(pmaf.solve(problem, solver=method).iterations)
         assert len(points) == 2 * steps + 1, name
         np.testing.assert_allclose(points[[0, -1]].norm(dim=-1), 1, atol=1e-6)
+
+
+def test_workers_share_the_runs_of_scipy():
+    problem = paper.problems(6, 3, range(5))
+    torch.testing.assert_close(paper.scipy_points(problem, 2), paper.scipy_points(problem))

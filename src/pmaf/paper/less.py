@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from pmaf.metrics import mean_relative_error
 from pmaf.solvers import Backtracking, ProjectedGradient, TangentDecay
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import numpy as np
 
 # The rows of the appendix table, under the paper's names. The published rules are the
@@ -70,18 +73,31 @@ def scipy_points(problem: SphereLeastSquares, workers: int = 1) -> Tensor:
     require_extra("scipy", "paper")
     starts = ProjectedGradient().start(problem).u
     single = list(zip(*(x.double().numpy() for x in (problem.A, problem.b, starts))))
-    if workers == 1:
-        points = [_slsqp(*arrays) for arrays in single]
-    else:
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-
-        # For NumPy's products, whose threads would otherwise be as many as the machine has
-        # cores in every worker.
-        os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-            points = list(pool.map(_slsqp, *zip(*single), chunksize=5))
+    points = _shared(single, workers) if workers > 1 else [_slsqp(*x) for x in single]
     return torch.stack([torch.from_numpy(x) for x in points])
+
+
+def _shared(single: list[Any], workers: int) -> list[np.ndarray]:
+    """The same by several processes, each with every `workers`-th problem."""
+    # For NumPy's products: every worker would have as many threads as there are cores.
+    os.environ["OPENBLAS_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+    context = get_context("spawn")
+    running = []
+    for k in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(theirs, single[k::workers]), daemon=True)
+        process.start()
+        theirs.close()
+        running.append((process, ours))
+    points: list[Any] = [None] * len(single)
+    for k, (process, ours) in enumerate(running):
+        points[k::workers] = ours.recv()
+        process.join()
+    return points
+
+
+def _work(connection: Connection, single: list[Any]) -> None:
+    connection.send([_slsqp(*arrays) for arrays in single])
 
 
 def _slsqp(A: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
