@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pmaf.experiments import Cell, Experiment, Figure, Finding, Row, Section, Table
+from pmaf.experiments import Cell, Collection, Experiment, Figure, Finding, Row, Section, Table
 from pmaf.experiments import report as reports
 from pmaf.experiments.measure import median_seconds, peak_bytes
 from pmaf.experiments.runner import run
@@ -66,6 +66,11 @@ class Toy(Experiment):
         )
 
 
+def toys(*experiments: Experiment) -> Collection:
+    lead = {"quick": "Some <toys>."}
+    return Collection("toy", "Toys", lead, "claimed", "paper", experiments)
+
+
 def counts(folder: Path) -> dict[str, int]:
     return {path.stem: len(path.read_text()) for path in folder.glob("*.count")}
 
@@ -106,7 +111,7 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
     for kind, status in (("fine", "done"), ("raises", "failed")):
         row = Row({"kind": kind}, status, error="" if status == "done" else "Trace\nOops: <x>")
         store.save("toy", Cell({"kind": kind}), row)
-    page = reports.write(store, [Toy(tmp_path, ())], console).page
+    page = reports.write(store, toys(Toy(tmp_path, ())), console).page
     assert not counts(tmp_path)
     text = page.read_text()
     assert (tmp_path / "tables" / "findings.csv").exists()
@@ -116,6 +121,7 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
         "raises: Oops: &lt;x&gt;",
         "<code>pmaf toy</code>, <code>pmaf &lt;again&gt;</code>",
         "Not measured: 1 of 2 cells",
+        "Some &lt;toys&gt;.",
     ):
         assert expected in text
     assert "0.1<" in text
@@ -126,7 +132,7 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
         assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert 'src="http' not in text
     assert "<script" not in text
-    assert reports.write(store, [Toy(tmp_path, ())], console).page.read_text() == text
+    assert reports.write(store, toys(Toy(tmp_path, ())), console).page.read_text() == text
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -16,9 +16,10 @@ from pmaf.experiments import Row
 from pmaf.experiments.plots import LIGHT, drawn, picture
 from pmaf.paper import published
 from pmaf.paper.ied import METHODS
-from pmaf.paper.items import ITEMS
+from pmaf.paper.items import REPRODUCTION
 from pmaf.paper.less import METHODS as LESS_METHODS
 
+ITEMS = {item.name: item for item in REPRODUCTION.experiments}
 CHEAP = ("case-study", "gradient-error")
 
 
@@ -97,7 +98,7 @@ def test_a_missing_gpu_is_said_before_any_work(tmp_path):
 def test_a_folder_with_another_scale_is_refused(folder):
     result = pmaf("reproduce", "case-study", "--full", "--out", folder)
     assert result.returncode == 2
-    assert "holds a run with scale quick" in result.stderr
+    assert "holds a run with command reproduce, scale quick" in result.stderr
 
 
 @pytest.mark.xdist_group("reproduce")

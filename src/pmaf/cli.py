@@ -21,7 +21,7 @@ import pmaf
 from pmaf.errors import require_extra
 
 if TYPE_CHECKING:
-    from pmaf.experiments import Experiment, Scale
+    from pmaf.experiments import Collection, Scale
     from pmaf.experiments.report import Report
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 console = Console()
 
-_PAPER = ("jinja2", "matplotlib", "numpy", "pandas")
+_REPORT = ("jinja2", "matplotlib", "numpy", "pandas")
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
@@ -42,15 +42,16 @@ def _fail(message: object) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _items(names: list[str]) -> list[Experiment]:
-    for module in _PAPER:
+def _collection(command: str) -> Collection:
+    for module in _REPORT:
         require_extra(module, "paper")
-    from pmaf.paper.items import ITEMS
+    if command == "bench":
+        from pmaf.bench import BENCHMARKS
 
-    unknown = [name for name in names if name not in ITEMS]
-    if unknown:
-        raise ValueError(f"there is no item {unknown[0]!r}; choose from {', '.join(ITEMS)}")
-    return [item for name, item in ITEMS.items() if not names or name in names]
+        return BENCHMARKS
+    from pmaf.paper.items import REPRODUCTION
+
+    return REPRODUCTION
 
 
 def _device(name: str) -> torch.device:
@@ -60,43 +61,59 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+_Items = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ITEM]...", help="What to run; everything unless given."),
+]
+_Quick = Annotated[
+    bool, typer.Option("--quick/--full", help="A few minutes, or everything that fits.")
+]
+_Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+_Out = Annotated[
+    Path | None, typer.Option(help="Folder for the results; out/COMMAND-SCALE by default.")
+]
+
+
 @app.command()
 def reproduce(
-    items: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ITEM]...", help="What to run; everything unless given."),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick/--full", help="Two minutes on two cores, or everything that fits."),
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the results; out/quick or out/full by default.")
-    ] = None,
+    items: _Items = None, quick: _Quick = False, device: _Device = "cpu", out: _Out = None
 ) -> None:
     """Run the paper's experiments again and set our figures beside the paper's.
 
     Every finished cell is kept: the same command goes on where an interrupted run stopped.
     """
-    scale: Scale = "quick" if quick else "full"
-    folder = out or Path("out") / scale
+    _run("reproduce", items or [], "quick" if quick else "full", device, out)
+
+
+@app.command()
+def bench(
+    items: _Items = None, quick: _Quick = False, device: _Device = "cpu", out: _Out = None
+) -> None:
+    """Race the default settings against everything a user would pick instead.
+
+    Every finished cell is kept: the same command goes on where an interrupted run stopped.
+    """
+    _run("bench", items or [], "quick" if quick else "full", device, out)
+
+
+def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | None) -> None:
+    folder = out or Path("out") / f"{command}-{scale}"
     try:
-        experiments = _items(items or [])
+        collection = _collection(command)
+        experiments = collection.choose(items)
         where = _device(device)
-        for experiment in experiments:
-            for module in experiment.needs:
-                require_extra(module, "paper")
+        for module in (module for experiment in experiments for module in experiment.needs):
+            require_extra(module, collection.extra)
     except (ValueError, ImportError) as error:
         _fail(error)
     from pmaf.experiments.runner import run
     from pmaf.experiments.store import Store, StoreError
 
-    command = ["pmaf", "reproduce", *(items or []), f"--{scale}"]
-    command += [] if device == "cpu" else ["--device", device]
+    words = ["pmaf", command, *items, f"--{scale}"]
+    words += [] if device == "cpu" else ["--device", device]
     store = Store(folder)
     try:
-        store.begin({"scale": scale, "device": device}, [shlex.join(command)])
+        store.begin({"command": command, "scale": scale, "device": device}, [shlex.join(words)])
         start = time.perf_counter()
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in good order
         tally = run(experiments, scale, where, store, console)
@@ -124,7 +141,7 @@ def reproduce(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of `pmaf reproduce`.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
 ) -> None:
     """Write the report of the results in a folder again, from the saved rows alone."""
     from pmaf.experiments.store import StoreError
@@ -135,23 +152,26 @@ def report(
         _fail(error)
 
 
-def _show(written: Report) -> None:
-    """The findings, and where to read on."""
-    marks = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
-    table = Table("claim", "paper", "here", "holds", box=box.SIMPLE_HEAD)
-    for finding in written.findings:
-        cells = (escape(text) for text in (finding.claim, finding.claimed, finding.found))
-        table.add_row(*cells, marks[finding.holds])
-    console.print(table)
-    console.print(f"Report: [bold]{written.page}[/]", soft_wrap=True)
-
-
 def _report(folder: Path) -> Report:
-    items = _items([])
-    from pmaf.experiments import report as reports
     from pmaf.experiments.store import Store
 
-    return reports.write(Store(folder), items, console)
+    store = Store(folder)
+    collection = _collection(store.about()["command"])
+    from pmaf.experiments import report as reports
+
+    return reports.write(store, collection, console)
+
+
+def _show(written: Report) -> None:
+    """The findings, and where to read on."""
+    frame = written.findings.frame
+    table = Table(*(label for _, label in frame.columns), box=box.SIMPLE_HEAD)
+    colours = {"yes": "green", "no": "red"}
+    for *words, holds in frame.itertuples(index=False):
+        colour = colours.get(holds, "default")
+        table.add_row(*map(escape, words), f"[{colour}]{holds}[/]")
+    console.print(table)
+    console.print(f"Report: [bold]{written.page}[/]", soft_wrap=True)
 
 
 @app.command()
@@ -166,7 +186,7 @@ def info() -> None:
     table.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     table.add_row("devices", ", ".join(["cpu", *gpus]))
-    for module in (*_PAPER, "scipy", "transformers"):
+    for module in (*_REPORT, "scipy", "transformers"):
         try:
             version = metadata.version(module)
         except metadata.PackageNotFoundError:

@@ -8,6 +8,7 @@ report from the rows alone.
 
 from pmaf.experiments.experiment import (
     Cell,
+    Collection,
     Experiment,
     Figure,
     Finding,
@@ -17,4 +18,14 @@ from pmaf.experiments.experiment import (
     Table,
 )
 
-__all__ = ["Cell", "Experiment", "Figure", "Finding", "Row", "Scale", "Section", "Table"]
+__all__ = [
+    "Cell",
+    "Collection",
+    "Experiment",
+    "Figure",
+    "Finding",
+    "Row",
+    "Scale",
+    "Section",
+    "Table",
+]

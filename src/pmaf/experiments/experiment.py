@@ -120,6 +120,33 @@ class Section:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Collection:
+    """Experiments that are run and reported on together.
+
+    Attributes:
+        command: The subcommand that runs them.
+        lead: What the report begins with, by scale.
+        source: Whose claims the findings are held against.
+        extra: The extra that brings what the experiments need.
+    """
+
+    command: str
+    title: str
+    lead: Mapping[str, str]
+    source: str
+    extra: str
+    experiments: Sequence[Experiment]
+
+    def choose(self, names: Sequence[str]) -> list[Experiment]:
+        """The named experiments, all if none is named, in their own order."""
+        known = [experiment.name for experiment in self.experiments]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"there is no item {unknown[0]!r}; choose from {', '.join(known)}")
+        return [e for e in self.experiments if not names or e.name in names]
+
+
 class Experiment(ABC):
     """Something to measure, cell by cell."""
 

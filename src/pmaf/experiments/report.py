@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.progress import track
 
-from pmaf.experiments.experiment import Experiment, Figure, Finding, Row, Section, Table
+from pmaf.experiments.experiment import (
+    Collection,
+    Experiment,
+    Figure,
+    Finding,
+    Row,
+    Section,
+    Table,
+)
 from pmaf.experiments.plots import DARK, LIGHT, drawn, picture
 from pmaf.experiments.store import Store, write_whole
 
@@ -36,15 +44,15 @@ class Report:
     """Where the page is, and what it begins with."""
 
     page: Path
-    findings: Sequence[Finding]
+    findings: Table
 
 
-def write(store: Store, experiments: Iterable[Experiment], console: Console) -> Report:
+def write(store: Store, collection: Collection, console: Console) -> Report:
     """Write the report of a folder into it."""
     about = store.about()
     chapters: list[Chapter] = []
     environments: list[Mapping[str, Any]] = []
-    for experiment in experiments:
+    for experiment in collection.experiments:
         rows = store.rows(experiment.name)
         if not rows:
             continue
@@ -58,7 +66,8 @@ def write(store: Store, experiments: Iterable[Experiment], console: Console) -> 
         pictures[figure.name] = _draw(figure, store.folder / "figures")
     findings = [finding for chapter in chapters for finding in chapter.section.findings]
     tables = [table for chapter in chapters for table in chapter.section.tables]
-    for table in [findings_table(findings), *tables]:
+    glance = findings_table(findings, collection.source)
+    for table in [glance, *tables]:
         write_whole(store.folder / "tables" / f"{table.name}.csv", flat(table.frame))
         write_whole(store.folder / "tables" / f"{table.name}.md", markdown(table) + "\n")
     loader = PackageLoader("pmaf.experiments")
@@ -71,6 +80,7 @@ def write(store: Store, experiments: Iterable[Experiment], console: Console) -> 
     )
     page = templates.get_template("report.html.jinja").render(
         about=about,
+        collection=collection,
         chapters=chapters,
         environments=_distinct(environments),
         pictures=pictures,
@@ -80,8 +90,8 @@ def write(store: Store, experiments: Iterable[Experiment], console: Console) -> 
     )
     path = store.folder / "report.html"
     write_whole(path, page)
-    write_whole(store.folder / "report.md", _plain(about, chapters, findings))
-    return Report(path, findings)
+    write_whole(store.folder / "report.md", _plain(about, collection, chapters, glance))
+    return Report(path, glance)
 
 
 def _draw(figure: Figure, folder: Path) -> dict[str, str]:
@@ -159,22 +169,20 @@ def _mark(finding: Finding) -> str:
     return {True: "yes", False: "no", None: NOTHING}[finding.holds]
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
+def findings_table(findings: Sequence[Finding], source: str) -> Table:
     """The findings as a table."""
-    columns = [("", label) for label in ("claim", "paper", "here", "holds")]
+    columns = [("", label) for label in ("claim", source, "here", "holds")]
     lines = [[f.claim, f.claimed, f.found, _mark(f)] for f in findings]
     return Table.of("findings", "At a glance", columns, lines)
 
 
 def _plain(
-    about: Mapping[str, Any], chapters: Sequence[Chapter], findings: Sequence[Finding]
+    about: Mapping[str, Any], collection: Collection, chapters: Sequence[Chapter], glance: Table
 ) -> str:
     """The report as Markdown, with the figures as links."""
-    lines = ["# The paper's experiments, run again", ""]
+    lines = [f"# {collection.title}", "", collection.lead[about["scale"]], ""]
     lines += [f"Made by `{command}`." for command in about["commands"]]
-    lines.append("")
-    if findings:
-        lines += [markdown(findings_table(findings)), ""]
+    lines += ["", markdown(glance), ""]
     for chapter in chapters:
         lines += [f"## {chapter.experiment.title}", "", chapter.experiment.about, ""]
         lines += [f"{note}\n" for note in chapter.section.notes]

@@ -1,6 +1,6 @@
 """The paper's experiments, each runnable alone by its name."""
 
-from pmaf.experiments import Experiment
+from pmaf.experiments import Collection
 from pmaf.paper.items.case_study import CaseStudy, Samples
 from pmaf.paper.items.gradient_error import GradientError
 from pmaf.paper.items.ied_cost import EigenCost
@@ -9,9 +9,22 @@ from pmaf.paper.items.ied_resnet import EigenResNet
 from pmaf.paper.items.less_backward import LessBackward
 from pmaf.paper.items.less_table import LessTable
 
-ITEMS: dict[str, Experiment] = {
-    item.name: item
-    for item in (
+_LEAD = (
+    "The experiments of “PMaF: Deep Declarative Layers for Principal Matrix Features” (Xu, Wang, "
+    "Liu and Gould, 2023), with the figures the paper prints beside those measured here. "
+)
+
+REPRODUCTION = Collection(
+    command="reproduce",
+    title="The paper’s experiments, run again",
+    lead={
+        "quick": _LEAD + "This is a quick run: fewer seeds and smaller sizes than the paper’s, as "
+        "said at each table.",
+        "full": _LEAD + "This is a full run: every size and seed that fits the machine.",
+    },
+    source="paper",
+    extra="paper",
+    experiments=(
         CaseStudy(),
         Samples(),
         LessTable(),
@@ -20,5 +33,5 @@ ITEMS: dict[str, Experiment] = {
         EigenResNet(),
         EigenCost(),
         GradientError(),
-    )
-}
+    ),
+)
