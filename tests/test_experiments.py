@@ -25,6 +25,7 @@ class Toy(Experiment):
     name = "toy"
     title = "Toy"
     about = "Ends <badly> & well."
+    reduced = "less."
 
     def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
         self.folder = folder
@@ -43,6 +44,10 @@ class Toy(Experiment):
         if kind == "crashes":
             print("last words", flush=True)
             os.abort()
+        if kind == "brackets":
+            raise ValueError("bad path [/usr/lib] here")
+        if kind == "tensor":
+            return {"x": torch.ones(2)}
         if kind == "huge":
             torch.empty(1 << 50)
         return {"process": os.getpid(), "large": [0.5] * 100_000}
@@ -86,7 +91,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(tmp_path, console):
     store.begin({"scale": "quick"}, ["pmaf toy"])
     tally = run([Toy(tmp_path, kinds)], "quick", CPU, store, console)
     assert (tally.measured, tally.found, tally.failed) == (6, 0, 3)
-    rows = {row.params["kind"]: row for row in store.rows("toy")}
+    rows = {kind: store.row("toy", Cell({"kind": kind})) for kind in kinds}
     assert rows["fine"].status == rows["good"].status == "done"
     assert "ValueError: no such luck" in rows["raises"].error
     assert "SIGKILL, most likely for want of memory" in rows["killed"].error
@@ -111,7 +116,8 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
     for kind, status in (("fine", "done"), ("raises", "failed")):
         row = Row({"kind": kind}, status, error="" if status == "done" else "Trace\nOops: <x>")
         store.save("toy", Cell({"kind": kind}), row)
-    page = reports.write(store, toys(Toy(tmp_path, ())), console).page
+    toy = Toy(tmp_path, ("fine", "raises", "waits"))
+    page = reports.write(store, toys(toy), console).page
     assert not counts(tmp_path)
     text = page.read_text()
     assert (tmp_path / "tables" / "findings.csv").exists()
@@ -120,7 +126,9 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
         "toys &lt;work&gt;",
         "raises: Oops: &lt;x&gt;",
         "<code>pmaf toy</code>, <code>pmaf &lt;again&gt;</code>",
-        "Not measured: 1 of 2 cells",
+        "Not measured: 1 of 3 cells",
+        "Not finished: 1 of 3 cells are not measured yet",
+        "Quick run: less.",
         "Some &lt;toys&gt;.",
     ):
         assert expected in text
@@ -132,7 +140,7 @@ def test_the_report_is_made_of_the_rows_alone(tmp_path, console):
         assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert 'src="http' not in text
     assert "<script" not in text
-    assert reports.write(store, toys(Toy(tmp_path, ())), console).page.read_text() == text
+    assert reports.write(store, toys(toy), console).page.read_text() == text
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -143,7 +151,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StoreError, match=r"disk full.* make room or choose another folder"):
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
@@ -160,13 +168,51 @@ def test_a_folder_holds_one_kind_of_run(tmp_path):
         store.begin({"scale": "full", "device": "cpu"}, ["three"])
 
 
-def test_a_damaged_row_is_named(tmp_path):
+def test_a_damaged_row_is_measured_again(tmp_path, console):
     store, cell = Store(tmp_path), Cell({"kind": "fine"})
     store.save("toy", cell, Row({"kind": "fine"}, "done"))
     assert store.row("toy", cell) == Row({"kind": "fine"}, "done")
     store.path("toy", cell).write_text(json.dumps({"params": {}})[:-4])
-    with pytest.raises(StoreError, match=r"fine\.json cannot be read .* delete it"):
+    with pytest.raises(StoreError, match=r"fine\.json cannot be read"):
         store.row("toy", cell)
+    store.begin({"scale": "quick"}, [])
+    toy = Toy(tmp_path, ("fine",))
+    assert "Not finished" not in reports.write(store, toys(toy), console).page.read_text()
+    assert run([toy], "quick", CPU, store, console).measured == 1
+    assert store.row("toy", cell).status == "done"
+
+
+def test_words_with_brackets_break_nothing(tmp_path, console):
+    store = Store(tmp_path / "out[/x]")
+    store.begin({"scale": "quick"}, [])
+    toy = Toy(tmp_path, ("brackets", "fine"))
+    assert run([toy], "quick", CPU, store, console).measured == 2
+    assert "bad path [/usr/lib] here" in console.file.getvalue()
+
+
+def test_what_cannot_be_saved_is_recorded(tmp_path, console):
+    store = Store(tmp_path)
+    toy = Toy(tmp_path, ("tensor",))
+    assert run([toy], "quick", CPU, store, console).failed == 1
+    assert "not JSON serializable" in store.row("toy", Cell({"kind": "tensor"})).error
+
+
+def test_an_experiment_that_cannot_present_does_not_silence_the_others(tmp_path, console):
+    class Broken(Toy):
+        name = "broken"
+        title = "Broken"
+
+        def present(self, rows):
+            raise KeyError("gone")
+
+    store = Store(tmp_path)
+    store.begin({"scale": "quick"}, [])
+    for name in ("toy", "broken"):
+        store.save(name, Cell({"kind": "fine"}), Row({"kind": "fine"}, "done"))
+    both = toys(Broken(tmp_path, ("fine",)), Toy(tmp_path, ("fine",)))
+    text = reports.write(store, both, console).page.read_text()
+    assert "This cannot be shown: KeyError" in text
+    assert "toys &lt;work&gt;" in text
 
 
 def test_cells_have_names_a_file_can_have():

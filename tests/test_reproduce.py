@@ -71,10 +71,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     [
         (("reproduce", "less-tabel"), "no item 'less-tabel'; choose from case-study, samples"),
         (("reproduce", "--device", "abacus"), "no device 'abacus' here; choose from cpu"),
-        (("reproduce", "--quick", "--out", "FILE"), "; choose another folder with --out"),
+        (("reproduce", "--device", "cpu:"), "no device 'cpu:' here; choose from cpu"),
+        (("reproduce", "--quick", "--out", "FILE"), "choose another folder with --out"),
         (("report", "EMPTY"), "holds no run; make one with: pmaf reproduce --out DIR"),
     ],
-    ids=["item", "device", "folder", "report"],
+    ids=["item", "device", "index", "folder", "report"],
 )
 def test_bad_input_is_one_line_that_names_the_choices(arguments, expected, tmp_path):
     (tmp_path / "FILE").write_text("")
@@ -130,6 +131,23 @@ def test_every_item_says_what_it_measures(name, scale):
     assert all(json.loads(json.dumps(cell.params)) == dict(cell.params) for cell in cells)
     assert item.title
     assert item.about.endswith(".")
+
+
+def test_the_table_of_less_is_shown_while_blocks_are_missing():
+    item = ITEMS["less-table"]
+    rows = []
+    for cell in item.cells("full"):
+        p = cell.params
+        numbers = [1.0 + k for k in range(p["count"])]
+        values = {"inner": [True] * p["count"], "iterations": [3] * p["count"]}
+        values |= {"objective": numbers, "exact_objective": numbers}
+        if p["method"] == "ours":
+            values["least"] = numbers
+        if not (p["method"] == "ours" and p["first"] == 300):
+            rows.append(Row(p, "done", values))
+    section = item.present(rows)
+    assert len(section.tables) == 3
+    assert "900 to 1,000" in section.tables[-1].note
 
 
 @pytest.mark.parametrize("name", ITEMS)

@@ -55,10 +55,11 @@ def _collection(command: str) -> Collection:
 
 
 def _device(name: str) -> torch.device:
-    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    if name.split(":")[0] not in there:
+    there = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    full = "cuda:0" if name == "cuda" else name
+    if full not in there:
         raise ValueError(f"there is no device {name!r} here; choose from {', '.join(there)}")
-    return torch.device(name)
+    return torch.device(full)
 
 
 _Items = Annotated[
@@ -111,19 +112,23 @@ def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | 
 
     words = ["pmaf", command, *items, f"--{scale}"]
     words += [] if device == "cpu" else ["--device", device]
+    words += [] if out is None else ["--out", str(out)]
     store = Store(folder)
     try:
-        store.begin({"command": command, "scale": scale, "device": device}, [shlex.join(words)])
+        store.begin({"command": command, "scale": scale, "device": str(where)}, [shlex.join(words)])
         start = time.perf_counter()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end a run in good order
+        for name in ("SIGTERM", "SIGHUP"):  # end a run in good order, as Ctrl-C does
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.default_int_handler)
         tally = run(experiments, scale, where, store, console)
         written = _report(folder)
     except StoreError as error:
         _fail(error)
     except KeyboardInterrupt:
+        name = escape(str(folder))
         console.print(
-            f"\nStopped. What was finished is in {folder}: the same command goes on from there, "
-            f"and [bold]pmaf report {folder}[/] shows it.",
+            f"\nStopped. What was finished is in {name}: the same command goes on from there, and "
+            f"[bold]pmaf report {name}[/] shows it.",
             soft_wrap=True,
         )
         raise typer.Exit(_INTERRUPTED) from None
@@ -171,7 +176,7 @@ def _show(written: Report) -> None:
         colour = colours.get(holds, "default")
         table.add_row(*map(escape, words), f"[{colour}]{holds}[/]")
     console.print(table)
-    console.print(f"Report: [bold]{written.page}[/]", soft_wrap=True)
+    console.print(f"Report: [bold]{escape(str(written.page))}[/]", soft_wrap=True)
 
 
 @app.command()

@@ -74,14 +74,14 @@ class Table:
 
     Attributes:
         frame: One row a line; columns are `(group, label)` pairs.
-        formats: How numbers are written, by label; those not named as they are.
+        formats: How numbers are written, by label or by group and label.
         folded: Shown on demand only, in the HTML report.
     """
 
     name: str
     title: str
     frame: pd.DataFrame
-    formats: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str | tuple[str, str], str] = field(default_factory=dict)
     note: str = ""
     folded: bool = False
 
@@ -153,6 +153,8 @@ class Experiment(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     about: ClassVar[str]
+    # What the quick scale leaves out.
+    reduced: ClassVar[str] = ""
     # Modules beyond torch that a cell imports.
     needs: ClassVar[tuple[str, ...]] = ()
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from pmaf.experiments.experiment import (
+    Cell,
     Collection,
     Experiment,
     Figure,
@@ -24,7 +25,7 @@ from pmaf.experiments.experiment import (
     Table,
 )
 from pmaf.experiments.plots import DARK, LIGHT, drawn, picture
-from pmaf.experiments.store import Store, write_whole
+from pmaf.experiments.store import Store, StoreError, write_whole
 
 NOTHING = "–"
 
@@ -35,7 +36,8 @@ class Chapter:
 
     experiment: Experiment
     section: Section
-    count: int
+    planned: int
+    waiting: int
     missing: Sequence[Row]
 
 
@@ -53,14 +55,16 @@ def write(store: Store, collection: Collection, console: Console) -> Report:
     chapters: list[Chapter] = []
     environments: list[Mapping[str, Any]] = []
     for experiment in collection.experiments:
-        rows = store.rows(experiment.name)
+        cells = experiment.cells(about["scale"])
+        rows = [row for cell in cells if (row := _row(store, experiment, cell)) is not None]
         if not rows:
             continue
         missing = [row for row in rows if row.status != "done"]
-        section = experiment.present(rows)
-        chapters.append(Chapter(experiment, section, len(rows), missing))
+        waiting = len(cells) - len(rows)
+        section = _section(experiment, rows)
+        chapters.append(Chapter(experiment, section, len(cells), waiting, missing))
         environments += [row.environment for row in rows if row.environment]
-    pictures: dict[str, dict[str, str]] = {}
+    pictures: dict[str, dict[str, Any]] = {}
     figures = [figure for chapter in chapters for figure in chapter.section.figures]
     for figure in track(figures, f"{'figures':16}", console=console):
         pictures[figure.name] = _draw(figure, store.folder / "figures")
@@ -86,6 +90,7 @@ def write(store: Store, collection: Collection, console: Console) -> Report:
         pictures=pictures,
         table=web_table,
         mark=_mark,
+        state=_state,
         reason=reason,
     )
     path = store.folder / "report.html"
@@ -94,15 +99,32 @@ def write(store: Store, collection: Collection, console: Console) -> Report:
     return Report(path, glance)
 
 
-def _draw(figure: Figure, folder: Path) -> dict[str, str]:
+def _row(store: Store, experiment: Experiment, cell: Cell) -> Row | None:
+    """The row of a cell; if its file is damaged, as if it had not been measured."""
+    try:
+        return store.row(experiment.name, cell)
+    except StoreError:
+        return None
+
+
+def _section(experiment: Experiment, rows: Sequence[Row]) -> Section:
+    """What an experiment says; one that cannot say it does not silence the others."""
+    try:
+        return experiment.present(rows)
+    except Exception as error:
+        return Section(notes=[f"This cannot be shown: {type(error).__name__}: {error}"])
+
+
+def _draw(figure: Figure, folder: Path) -> dict[str, Any]:
     """Draw a figure in both themes, save it, and return it ready to put into a page."""
-    inline = {}
+    inline: dict[str, Any] = {}
     for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
         with drawn(theme):
             drawing = figure.draw(theme)
             content = picture(drawing, "png")
             write_whole(folder / f"{figure.name}{suffix}.png", content)
             inline[theme.name] = base64.b64encode(content).decode()
+            inline["inches"] = drawing.get_size_inches()[0]
             if theme is LIGHT:
                 write_whole(folder / f"{figure.name}.pdf", picture(drawing, "pdf"))
     return inline
@@ -122,8 +144,8 @@ def formatted(table: Table) -> pd.DataFrame:
     """The frame with every number written out."""
     frame = table.frame.astype(object)
     for column in frame.columns:
-        label = column[-1]
-        frame[column] = [_write(value, table.formats.get(label)) for value in frame[column]]
+        form = table.formats.get(column, table.formats.get(column[-1]))
+        frame[column] = [_write(value, form) for value in frame[column]]
     return frame
 
 
@@ -143,7 +165,7 @@ def web_table(table: Table) -> str:
     if all(group == "" for group, _ in frame.columns):
         frame.columns = [label for _, label in frame.columns]
     page = frame.to_html(index=False, border=0, classes="figures", justify="unset")
-    return re.sub(r"<tr>(\s*<td>[^<]*\bours\b)", r'<tr class="ours">\1', page)
+    return re.sub(r"<tr>((?:\s*<td>[^<]*</td>)?\s*<td>[^<]*\bours\b)", r'<tr class="ours">\1', page)
 
 
 def flat(frame: pd.DataFrame) -> str:
@@ -163,6 +185,19 @@ def markdown(table: Table) -> str:
 
 def _head(column: tuple[str, str]) -> str:
     return " ".join(part for part in column if part)
+
+
+def _state(chapter: Chapter, scale: str) -> list[str]:
+    """How much of an experiment the report is made of."""
+    state = []
+    if scale == "quick" and chapter.experiment.reduced:
+        state.append(f"Quick run: {chapter.experiment.reduced}")
+    if chapter.waiting:
+        state.append(
+            f"Not finished: {chapter.waiting} of {chapter.planned} cells are not measured yet; the "
+            "same command goes on."
+        )
+    return state
 
 
 def _mark(finding: Finding) -> str:
@@ -185,6 +220,7 @@ def _plain(
     lines += ["", markdown(glance), ""]
     for chapter in chapters:
         lines += [f"## {chapter.experiment.title}", "", chapter.experiment.about, ""]
+        lines += [f"{state}\n" for state in _state(chapter, about["scale"])]
         lines += [f"{note}\n" for note in chapter.section.notes]
         for figure in chapter.section.figures:
             lines += [f"![{figure.caption}](figures/{figure.name}.png)", ""]

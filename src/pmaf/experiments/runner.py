@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import signal
@@ -11,20 +12,18 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from threading import Thread
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 from pmaf.experiments.experiment import Cell, Experiment, Row, Scale
 from pmaf.experiments.measure import environment, memory
-from pmaf.experiments.store import Store
+from pmaf.experiments.store import Store, StoreError
 
 
 @dataclass(frozen=True)
@@ -44,41 +43,72 @@ def run(
     console: Console,
 ) -> Tally:
     """Measure every cell that is not in the store yet; a failing one does not end the run."""
-    measured = found = failed = 0
+    plans = {
+        experiment: [(cell, _finished(store, experiment, cell)) for cell in experiment.cells(scale)]
+        for experiment in experiments
+    }
+    measured = failed = 0
     with _bars(console) as progress:
-        plans = {experiment: experiment.cells(scale) for experiment in experiments}
-        cost = sum(cell.cost for cells in plans.values() for cell in cells)
-        whole = progress.add_task("all", total=cost, done=0, cells=sum(map(len, plans.values())))
-        for experiment, cells in plans.items():
-            total = sum(cell.cost for cell in cells)
-            bar = progress.add_task(experiment.name, total=total, done=0, cells=len(cells))
-            for count, cell in enumerate(cells, 1):
-                row = store.row(experiment.name, cell)
-                if row is None or row.status == "failed":
-                    row = _measure(experiment, cell, device)
-                    store.save(experiment.name, cell, row)
-                    measured += 1
-                else:
-                    found += 1
+        whole = _bar(progress, "all", [cell for plan in plans.values() for cell in plan])
+        for experiment, plan in plans.items():
+            bar = _bar(progress, experiment.name, plan)
+            for cell, finished in plan:
+                if finished:
+                    continue
+                for task in (whole, bar):
+                    progress.update(task, cell=cell.key)
+                row = _measure(experiment, cell, device)
+                store.save(experiment.name, cell, row)
+                measured += 1
                 if row.status == "failed":
                     failed += 1
-                    reason = row.error.strip().splitlines()[-1]
-                    progress.console.print(
-                        f"[bold]{experiment.name}[/] {cell.key} failed: {reason}", style="red"
-                    )
-                progress.update(bar, advance=cell.cost, done=count)
-                progress.update(whole, advance=cell.cost, done=measured + found)
+                    reason = escape(row.error.strip().splitlines()[-1])
+                    name = f"[bold]{experiment.name}[/] {escape(cell.key)}"
+                    progress.console.print(f"{name} failed: {reason}", style="red", soft_wrap=True)
+                for task in (whole, bar):
+                    done = progress.tasks[task].fields["done"] + 1
+                    progress.update(task, advance=cell.cost, done=done)
+            progress.update(bar, cell="")
+        progress.update(whole, cell="")
+    found = sum(finished for plan in plans.values() for _, finished in plan)
     return Tally(measured, found, failed)
+
+
+def _finished(store: Store, experiment: Experiment, cell: Cell) -> bool:
+    """Whether a cell need not be measured; one whose file is damaged is measured again."""
+    try:
+        row = store.row(experiment.name, cell)
+    except StoreError:
+        return False
+    return row is not None and row.status != "failed"
 
 
 def _bars(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description:16}"),
-        BarColumn(),
+        BarColumn(bar_width=24),
         TextColumn("{task.fields[done]}/{task.fields[cells]}"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
+        TextColumn("{task.fields[cell]}", style="dim"),
         console=console,
     )
+
+
+def _bar(progress: Progress, name: str, plan: Sequence[tuple[Cell, bool]]) -> TaskID:
+    """A bar over the cost of the cells there are to measure."""
+    cost = sum(cell.cost for cell, finished in plan if not finished)
+    found = sum(finished for _, finished in plan)
+    return progress.add_task(name, total=cost or None, done=found, cells=len(plan), cell="")
+
+
+class _TimeLeft(ProgressColumn):
+    """From the time the cells so far took for their cost: cells last from moments to minutes."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.elapsed is None or task.total is None:
+            return Text("")
+        left = round(task.elapsed * (task.total - task.completed) / task.completed)
+        return Text(f"{left // 60}:{left % 60:02} left" if left else "", style="cyan")
 
 
 def _measure(experiment: Experiment, cell: Cell, device: torch.device) -> Row:
@@ -142,10 +172,14 @@ def _work(
         os.dup2(file.fileno(), 2)
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # an interrupt from the keyboard is for the parent, who ends us and ours
-    _limit_memory()
+    Thread(target=_outlived, daemon=True).start()
+    if device.type == "cpu":
+        _limit_memory()
     message: dict[str, Any] = {"environment": environment(device)}
     try:
-        message |= {"status": "done", "values": experiment.measure(device, **params)}
+        values = experiment.measure(device, **params)
+        json.dumps(values)  # what cannot be saved fails here, where it is recorded
+        message |= {"status": "done", "values": values}
     except (MemoryError, torch.OutOfMemoryError) as error:
         message |= {"status": "unreachable", "error": f"out of memory: {error}"}
     except RuntimeError as error:
@@ -157,6 +191,16 @@ def _work(
         message |= {"status": "failed", "error": traceback.format_exc()}
     connection.send(message)
     connection.close()
+
+
+def _outlived() -> None:
+    """End with the run, however it ends."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
 
 def _limit_memory() -> None:

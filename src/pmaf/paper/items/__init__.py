@@ -18,9 +18,9 @@ REPRODUCTION = Collection(
     command="reproduce",
     title="The paper’s experiments, run again",
     lead={
-        "quick": _LEAD + "This is a quick run: fewer seeds and smaller sizes than the paper’s, as "
-        "said at each table.",
-        "full": _LEAD + "This is a full run: every size and seed that fits the machine.",
+        "quick": _LEAD + "This is a quick run: each section says what it leaves out.",
+        "full": _LEAD + "This is a full run: all sizes that fit the machine; the sections say "
+        "how many seeds.",
     },
     source="paper",
     extra="paper",

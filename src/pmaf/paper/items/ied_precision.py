@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from pmaf.experiments import Cell, Experiment, Figure, Finding, Row, Scale, Section, Table
 from pmaf.paper.ied import matrices
-from pmaf.paper.items.precision import MEASURES, SOLVERS, distances, draw, mean
+from pmaf.paper.items.precision import MEASURES, SOLVERS, distances, draw
 
 SIZES = (32, 64, 128, 256, 512, 1024)
 DISTRIBUTIONS = ("gaussian", "uniform", "vonmises", "choice")
@@ -30,6 +31,8 @@ class EigenPrecision(Experiment):
         "matrices too, as in the paper; it then decomposes the symmetric matrix that their lower "
         "triangle defines, which is another one."
     )
+
+    reduced = "Gaussian matrices of sizes 32 to 128, two seeds."
 
     def cells(self, scale: Scale) -> list[Cell]:
         quick = scale == "quick"
@@ -115,8 +118,7 @@ class EigenPrecision(Experiment):
             tables=[_table(found, d, matrix, sizes) for d in shown for matrix in MATRICES],
             notes=[
                 "The paper shows these results as curves without printed numbers, so what is "
-                "compared is their order. SI takes a full QR decomposition of every iterate; at "
-                "sizes 512 and 1024 it runs on one seed (two at 512) of the Gaussian matrices only."
+                "compared is their order. " + _settings(rows)
             ],
         )
 
@@ -127,10 +129,22 @@ def _seeds(quick: bool, n: int, solver: str) -> int:
     return 2 if quick else 5 if n < 512 else 3
 
 
+def _settings(rows: Sequence[Row]) -> str:
+    """How many matrices the means are over, and what is left out."""
+    seeds = sorted({row.params["seeds"] for row in rows if row.params["solver"] != "SI"})
+    words = f"Means are over {' or '.join(map(str, seeds))} seeds, five matrices each."
+    if any(row.params["n"] > 256 for row in rows):
+        words += (
+            " SI takes a full QR decomposition of every iterate: beyond 256 it has two seeds, or "
+            "one at 1024, of the Gaussian matrices only."
+        )
+    return words
+
+
 def _means(found: dict[Any, Any], *key: str) -> dict[int, float]:
     distribution, matrix, dtype, measure, solver = key
     return {
-        n: mean(found[distribution, matrix, dtype, n, solver][measure])
+        n: fmean(found[distribution, matrix, dtype, n, solver][measure])
         for n in SIZES
         if (distribution, matrix, dtype, n, solver) in found
     }

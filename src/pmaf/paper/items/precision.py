@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,3 @@ def _lines(axes: Axes, means: Callable[[str], dict[int, float]], theme: Theme) -
         if solver == "ours":  # drawn last and hollow: what it covers stays visible
             options |= {"markerfacecolor": "none", "markersize": 7, "linestyle": "--"}
         axes.plot(list(found), list(found.values()), label=solver, **options)
-
-
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
