@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     iterations: Tensor
     converged: Tensor
     basis: Tensor  # (*, p, n), eigenbasis of the Hessian if the solver `keeps_basis`, else p = 0
-    spread: Tensor
+    spread: Tensor  # (*, p), or empty: then what is in `basis` is a Cholesky factor
 
 
 @dataclass(frozen=True)

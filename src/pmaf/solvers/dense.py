@@ -41,19 +41,19 @@ class Dense(Solver):
     def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
         k = problem.width
         values, vectors = torch.linalg.eigh(problem.operand())
-        values, rows = values.flip(-1), vectors.mT.flip(-2)
-        unknown = torch.full_like(values[..., 0].detach(), torch.nan)
-        top = values[..., :1]
+        # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
+        top, rows = values[..., -k:].flip(-1), vectors[..., -k:].mT.flip(-2)
+        unknown = values[..., 0].detach().new_full(problem.batch_shape, torch.nan)
         converged = torch.ones(problem.batch_shape, dtype=torch.bool, device=values.device)
         return Outcome(
-            value=rows[..., :k, :],
-            multiplier=values[..., :k],
-            residual=problem.residual(values[..., :k], rows[..., :k, :]) if report else unknown,
-            gap=gap_of(values.detach(), k),
+            value=rows,
+            multiplier=top,
+            residual=problem.residual(top, rows) if report else unknown,
+            gap=gap_of(values.detach().flip(-1), k) if report else unknown,
             iterations=torch.zeros_like(converged, dtype=torch.int64),
             converged=converged,
-            basis=rows,
-            spread=top - values,
+            basis=vectors.mT,
+            spread=values[..., -1:] - values,
         )
 
     def _general(self, problem: PrincipalEigenvectors) -> Outcome:
