@@ -29,15 +29,21 @@ class _Search(NamedTuple):
 
 
 def deflated_solve(
-    A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None = None
+    A: Tensor,
+    shift: Tensor,
+    y: Tensor,
+    v: Tensor,
+    factor: Tensor | None = None,
+    gap: Tensor | None = None,
 ) -> Tensor:
     """`w` for each row of `v` and its entry of `shift`, with `y` the rows to stay clear of.
 
     Args:
         factor: Cholesky factor `(*, n, n)` of about the matrix, lifted along `y`.
+        gap: about how far the next eigenvalue is, in modulus, where known.
     """
     if plain(v):
-        return _solve(A, shift, y, v, factor)
+        return _solve(A, shift, y, v, factor, gap)
     return torch.ops.pmaf.deflated_solve(A, shift, y, v)
 
 
@@ -47,14 +53,17 @@ def deflated_solve(
     schema="(Tensor A, Tensor shift, Tensor y, Tensor v) -> Tensor",
 )
 def _deflated_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    return _solve(A, shift, y, v, None)
+    return _solve(A, shift, y, v, None, None)
 
 
-def _solve(A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None) -> Tensor:
+def _solve(
+    A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, gap: Tensor | None
+) -> Tensor:
     k, n = v.shape[-2:]
     batch = torch.broadcast_shapes(A.shape[:-2], v.shape[:-2])
-    A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
-    shift = shift.expand(*batch, k).reshape(-1, k)
+    if len(batch) != 1 or any(x.shape[:-2] != batch for x in (A, y, v)):
+        A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
+        shift = shift.expand(*batch, k).reshape(-1, k)
     factor = None if factor is None else factor.reshape(-1, n, n)
     part = SymmetricPart(A)
 
@@ -66,7 +75,7 @@ def _solve(A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None
     right = clear(clear(v))
     w = None
     if factor is None and k == 1:
-        w = neumann(part, shift, right)
+        w = neumann(part, shift, right, None if gap is None else gap.reshape(-1))
     w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
     return w.reshape(*batch, k, n)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,13 +73,21 @@ def solve_in_range(
 
     if init is not None:
         errors.require_finite(init=(init, 2))
-    unit = _unit(A)
-    problem = PrincipalEigenvectors(
-        A if unit is None else A / unit[..., None, None], k, symmetric=symmetric
-    )
-    with torch.autocast(A.device.type, enabled=False):
-        outcome = solver.solve(problem, init=init, report=report)
-    announce(outcome, solver, throw)
+    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    unit = None if solver.any_scale(problem) else _unit(A)
+    if unit is not None:
+        problem = problem.with_matrix(A / unit[..., None, None])
+    try:
+        with full_precision(A):
+            outcome = solver.solve(problem, init=init, report=report)
+    except torch.linalg.LinAlgError:
+        errors.require_finite(A=(A, 2))
+        raise
+    # Of some matrices with infinite entries LAPACK makes nothing but nan.
+    if unit is None and not math.isfinite(float(outcome.multiplier.sum())):
+        errors.require_finite(A=(A, 2))
+    if not (symmetric and solver.certain):
+        announce(outcome, solver, throw)
     if unit is None:
         return outcome
     factor = outcome.spread.shape[-1] < outcome.basis.shape[-2]
@@ -87,6 +97,14 @@ def solve_in_range(
         basis=outcome.basis * unit.sqrt()[..., None, None] if factor else outcome.basis,
         spread=outcome.spread * unit.unsqueeze(-1),
     )
+
+
+def full_precision(A: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, if there is any."""
+    device = A.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _unit(A: Tensor) -> Tensor | None:
@@ -173,7 +191,7 @@ class _Ied(torch.autograd.Function):
         A, y, values, *rest = ctx.saved_tensors
         helper = Helper(values, *rest)
         conditions = EigenConditions(A, y, values, d_values, ctx.symmetric, helper)
-        with torch.autocast(A.device.type, enabled=False):
+        with full_precision(A):
             return pullback(conditions, ctx.gradient, v), *nothing
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pmaf._ied_attach import pullback, solve_in_range
+from pmaf._ied_attach import full_precision, pullback, solve_in_range
 from pmaf._ied_rules import EigenConditions
 from pmaf._solve import Solution
 from pmaf.gradients import Gradient
@@ -33,8 +33,9 @@ def attach_plain(
     throw: bool,
 ) -> Solution:
     """Solve for the problem's `A`, or `−A` for the smallest, and attach the gradient."""
-    found: Any = _Ied.apply(A, problem, init, solver, gradient, report, throw)
-    return Solution(*found)
+    aside: list[Tensor] = []
+    found: Any = _Ied.apply(A, problem, init, solver, gradient, report, throw, aside)
+    return Solution(*found, *aside)
 
 
 class _Ied(torch.autograd.Function):
@@ -48,22 +49,21 @@ class _Ied(torch.autograd.Function):
         gradient: Gradient,
         report: bool,
         throw: bool,
+        aside: list[Tensor],
     ) -> tuple[Tensor, ...]:
         found = solve_in_range(A, init, problem.width, problem.symmetric, solver, report, throw)
         seen = problem.present(found._replace(value=found.value.contiguous()))
         ctx.problem, ctx.gradient = problem, gradient
-        rest = seen.residual, seen.gap, seen.iterations, seen.converged
+        # What is not differentiated does not have to pass through the node.
+        aside.extend((seen.residual, seen.gap, seen.iterations, seen.converged))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*rest)
-        ctx.save_for_backward(
-            A, seen.value, seen.multiplier, found.gap, found.basis, found.spread
-        )
-        return seen.value, seen.multiplier, *rest
+        ctx.save_for_backward(A, seen.value, seen.multiplier, found.gap, found.basis, found.spread)
+        return seen.value, seen.multiplier
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 6
-        v, d_values = grads[:2]
+        nothing = (None,) * 7
+        v, d_values = grads
         if v is None and d_values is None:
             return None, *nothing
         problem = ctx.problem
@@ -73,7 +73,7 @@ class _Ied(torch.autograd.Function):
         d_values = None if d_values is None else _columns(problem, d_values)
         helper = Helper(values.detach(), *rest)
         conditions = EigenConditions(A, y, values, d_values, problem.symmetric, helper)
-        with torch.autocast(A.device.type, enabled=False):
+        with full_precision(A):
             return pullback(conditions, ctx.gradient, v), *nothing
 
 

@@ -38,19 +38,18 @@ class _ShiftedSystem:
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
         if helper.spread.shape[-1] == 0:
-            return deflated_solve(matrix, helper.shift, y, v, helper.factor)
+            return deflated_solve(matrix, helper.shift, y, v, helper.factor, helper.gap)
         k, basis, spread = y.shape[-2], helper.basis, helper.spread
-        # The requested vectors are the last k of the basis; the rest is solved for.
-        others = basis[..., :-k, :]
-        rise = spread[..., :-k].unsqueeze(-2)
-        if k > 1:
+        rise = spread.unsqueeze(-2)
+        if k > 1:  # a single vector has no rise, and drops out
+            # The requested vectors are the last k of the basis; the rest is solved for.
+            basis, rise = basis[..., :-k, :], rise[..., :-k]
             rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)
         # The largest eigenvalue in modulus is at one end of the spectrum or the other.
         top = helper.shift[..., :1]
-        scale = torch.maximum(top.abs(), (top - spread[..., :1]).abs()).unsqueeze(-1)
+        scale = torch.maximum(top.abs(), spread[..., :1] - top).unsqueeze(-1)
         apart = rise > merge_tolerance(v.dtype) * scale
-        inside = torch.where(apart, (v @ others.mT) / torch.where(apart, rise, 1), 0)
-        return inside @ others
+        return torch.where(apart, (v @ basis.mT) / rise, 0) @ basis
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
         return shift.unsqueeze(-1) * z - 0.5 * (z @ matrix + z @ matrix.mT)
@@ -188,8 +187,8 @@ class ColumnConditions(NamedTuple):
 
 def _symmetric_product(z: Tensor, y: Tensor) -> Tensor:
     """`½(ZᵀY + YᵀZ)` for rows `Z`, `Y`, as one product."""
-    left, right = torch.cat([0.5 * z, y], -2), torch.cat([y, 0.5 * z], -2)
-    return left.mT @ right
+    z = 0.5 * z
+    return torch.cat([z, y], -2).mT @ torch.cat([y, z], -2)
 
 
 def _slope(A: Tensor, y: Tensor) -> Tensor:

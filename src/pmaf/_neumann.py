@@ -19,17 +19,22 @@ from pmaf.spectrum import merge_tolerance
 _STEPS = 48
 
 
-def neumann(product: Callable[[Tensor], Tensor], value: Tensor, right: Tensor) -> Tensor | None:
+def neumann(
+    product: Callable[[Tensor], Tensor], value: Tensor, right: Tensor, gap: Tensor | None
+) -> Tensor | None:
     """`w` with `λw − (A times w) = right` for rows `(B, p, n)`, `λ` `(B, 1)`; None if slow.
 
-    `right` has no part along the eigenvector of `λ`, up to rounding.
+    `right` has no part along the eigenvector of `λ`, up to rounding. `gap`, `(B,)`, is a
+    guess of how far the modulus of `λ` is above the next; nan or None without one.
     """
     inverse = 1 / value.unsqueeze(-1)
     w = first = right * inverse
     least = torch.finfo(right.dtype).tiny
     size = norm(first).clamp_min_(least)
     target = 4 * torch.finfo(right.dtype).eps
-    steps, count, before = 0, 4, 1.0
+    rate = math.nan if gap is None else 1 - float((gap / value.abs().squeeze(-1)).amin())
+    count = math.ceil(math.log(target) / math.log(rate)) + 1 if 0 < rate < 1 else 4
+    steps, count, before = 0, min(count, _STEPS), 1.0
     while True:
         for _ in range(count):
             last, w = w, torch.addcmul(first, product(w), inverse)
@@ -70,9 +75,10 @@ def dominant_solve(
         known.append(v.expand(*batch, 1, n).reshape(-1, 1, n))
     if d_values is not None:
         known.append(torch.bmm(y, matrix))
-    right = torch.cat(known, -2)
-    right = torch.baddbmm(right, torch.bmm(right, y.mT), y, alpha=-1)
-    found = neumann(lambda w: torch.bmm(w, matrix), values, right)
+    right = known[0] if len(known) == 1 else torch.cat(known, -2)
+    for _ in range(2):  # what is left along y would stay in the sum, as often as it has terms
+        right = torch.baddbmm(right, torch.bmm(right, y.mT), y, alpha=-1)
+    found = neumann(lambda w: torch.bmm(w, matrix), values, right, gap.reshape(-1))
     if found is None:
         return None
     found = torch.baddbmm(found, torch.bmm(found, y.mT), y, alpha=-1)

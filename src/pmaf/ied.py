@@ -119,7 +119,7 @@ class PrincipalEigenvectors:
         # Where a trace has to know in advance whether there will be an eigenbasis, one is
         # worth its price up to some size.
         small = self.symmetric and self.n < _TRACED_FROM
-        return Dense() if small and not plain(self.A) else Adaptive()
+        return _DENSE if small and not plain(self.A) else _ADAPTIVE
 
     def certify(self, value: Tensor) -> Certificate:
         """Checked against all eigenvalues, in float64.
@@ -215,19 +215,22 @@ class PrincipalEigenvectors:
         towards a fixed direction first, so that what is left alone is reproducible.
         """
         rows = rows.detach()
-        ones, second = _references(rows)
-        reference = ones if self.reference is None else self.reference.to(rows)
-        if self.reference is not None and self._is_block(self.reference):
-            reference = reference.mT
-            if self.descending != self.largest:
-                reference = reference.flip(-2)
-        elif self.reference is not None:
-            reference = reference.unsqueeze(-2)
-        dots = (rows * reference).sum(-1)
-        tolerance = 8 * torch.finfo(rows.dtype).eps * norm(reference)
-        orthogonal = dots.abs() <= tolerance
-        dots = torch.where(orthogonal, (rows * second).sum(-1), dots)
-        return torch.where(dots < 0, -torch.ones_like(dots), torch.ones_like(dots))
+        both = _references(rows)
+        tolerance = 8 * torch.finfo(rows.dtype).eps
+        if self.reference is None:
+            dots, second = (rows @ both).unbind(-1)
+            tolerance = tolerance * self.n**0.5
+        else:
+            reference = self.reference.to(rows)
+            if self._is_block(reference):
+                reference = reference.mT
+                reference = reference.flip(-2) if self.flipped else reference
+            else:
+                reference = reference.unsqueeze(-2)
+            dots, second = (rows * reference).sum(-1), rows @ both[:, 1]
+            tolerance = tolerance * norm(reference)
+        dots = torch.where(dots.abs() <= tolerance, second, dots)
+        return torch.copysign(both[0, 0], dots)  # which is one
 
     def _is_block(self, reference: Tensor) -> bool:
         """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
@@ -267,21 +270,24 @@ def _in(dtype: torch.dtype, found: Solution) -> Solution:
     return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))
 
 
+# Made once: they write themselves down, which takes longer than to solve a small problem.
+_AUTO, _IMPLICIT, _DENSE, _ADAPTIVE = Auto(), Implicit(), Dense(), Adaptive()
+
 # See `best_solver`.
 _TRACED_FROM = 128
 
 
-def _references(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`sphere.references`, remembered where they are numbers."""
+def _references(rows: Tensor) -> Tensor:
+    """`sphere.references` as columns, remembered where they are numbers."""
     if plain(rows):
         return _known_references(rows.shape[-1], rows.dtype, rows.device)
-    return sphere.references(rows)
+    return torch.stack(sphere.references(rows), -1)
 
 
 @functools.lru_cache(maxsize=64)
-def _known_references(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _known_references(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # or they would be of no use in a later training step
-        return sphere.references(torch.empty(n, dtype=dtype, device=device))
+        return torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
 
 
 def ied(
@@ -329,7 +335,7 @@ def ied(
         init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
         init = init.to(A)[..., 0] if k is None else init.to(A)
     solution = problem.run(
-        solver or Auto(), gradient or Implicit(), init=init, report=False, throw=False
+        solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
     )
     return Eigenpairs(solution.multiplier, solution.value)
 

@@ -29,6 +29,7 @@ class Dominant(NamedTuple):
     rows: Tensor  # (B, 1, n)
     residual: Tensor  # (B,), relative to ‖A‖
     products: int
+    rate: float  # by which the residual shrinks with each product, the slowest
 
 
 def dominant(
@@ -51,42 +52,52 @@ def dominant(
     size = norm(lengths)[:, None, None]
     # A matrix close to a multiple of yxᵀ has rows close to x, and the image of x is y.
     index = lengths.argmax(-1)[:, None, None].expand(-1, 1, matrix.shape[-1])
-    y = _advance(matrix.gather(-2, index), product, 2)
-    image = exact(y)
-    value = (y * image).sum(-1, keepdim=True)
-    large = ((value if symmetric else value.abs()) > _SHARE * size).all()
+    y = product(matrix.gather(-2, index))
+    y, image, value, worst, rest = _check(y, exact)
+    # Of a symmetric matrix this is a lower bound of the largest eigenvalue already.
+    large = _has_most(value, size, symmetric)
     positive = not symmetric and not large and bool(matrix.amin() > 0)
     if not (large or positive):
         return None
 
-    # The residual before the first steps is unknown, but not above one.
-    products, taken, before = 3, 2, 1.0
-    while True:
-        rest = norm(torch.addcmul(image, y, value, value=-1))
-        worst = float((rest / value.squeeze(-1).abs()).amax())
-        y = image / norm(image).unsqueeze(-1)
-        if worst <= tolerance:
-            break
+    # The residual of a row by itself is unknown, but not above one.
+    products, taken, before = 2, 2, 1.0
+    rate = worst**0.5
+    while worst > tolerance:
         # It shrinks geometrically, which says how much there is left to do.
         if not worst < before:
             return None
         count = math.ceil(taken * math.log(tolerance / worst) / math.log(worst / before))
         if products + count > _STEPS:
             return None
-        y = _advance(y, product, count - 1)
-        image = exact(y)
-        value = (y * image).sum(-1, keepdim=True)
+        y, inverse = image, 1 / value  # which keeps the length about one
+        for _ in range(count - 1):
+            y = product(y * inverse)
         products, taken, before = products + count, count, worst
-    if positive:
-        proven = (y.amin(-1) * y.amax(-1) > 0).all()
-    else:
-        proven = ((value if symmetric else value.abs()) > _SHARE * size).all()
-    residual = (rest / size.squeeze(-1)).squeeze(-1)
-    return Dominant(value.squeeze(-1), y, residual, products) if proven else None
+        y, image, value, worst, rest = _check(y, exact)
+        if worst > tolerance:  # or rounding, not convergence, has set it
+            rate = (worst / before) ** (1 / taken)
+    if not worst <= tolerance:
+        return None
+    y = image / norm(image).unsqueeze(-1)
+    if positive and not (y.amin(-1) * y.amax(-1) > 0).all():
+        return None
+    if not (symmetric or positive or _has_most(value, size, symmetric)):
+        return None
+    return Dominant(value.squeeze(-1), y, (rest / size.squeeze(-1)).squeeze(-1), products, rate)
 
 
-def _advance(y: Tensor, product: Callable[[Tensor], Tensor], count: int) -> Tensor:
-    for _ in range(count):
-        y = product(y)
-        y = y / norm(y).unsqueeze(-1)
-    return y
+def _check(
+    y: Tensor, exact: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
+    """`y` normalised, its image and value; its largest relative residual, and all of them."""
+    y = y / norm(y).unsqueeze(-1)
+    image = exact(y)
+    value = (y * image).sum(-1, keepdim=True)
+    rest = norm(torch.addcmul(image, y, value, value=-1))
+    return y, image, value, float((rest / value.squeeze(-1)).abs().amax()), rest
+
+
+def _has_most(value: Tensor, size: Tensor, symmetric: bool) -> bool:
+    share = value / size
+    return float((share if symmetric else share.abs()).amin()) > _SHARE

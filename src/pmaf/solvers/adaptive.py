@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._dominant import Dominant, dominant
-from pmaf.solvers._eigen import outcome
+from pmaf.solvers._eigen import outcome, without_report
 from pmaf.solvers._products import SymmetricPart, right_product
 from pmaf.solvers._ritz import Ritz, certificate, polish, ritz
 from pmaf.solvers.dense import Dense
@@ -30,15 +30,16 @@ class Adaptive(Solver):
     """
 
     serves = ("PrincipalEigenvectors",)
+    certain = True
 
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         n, k = problem.n, problem.width
         A = problem.A.reshape(-1, n, n)
-        work = len(A) * n * n
+        work = A.numel()
         tolerance = _TOLERANCE * torch.finfo(A.dtype).eps
-        if work >= _POWER_FROM and not problem.symmetric:
+        if work >= _GENERAL_FROM and not problem.symmetric:
             A = A.contiguous()
 
             def product(x: Tensor) -> Tensor:
@@ -60,10 +61,13 @@ class Adaptive(Solver):
                     found, factor = both
                     shape = (*problem.batch_shape, n, n)
                     return _outcome(problem, found, report)._replace(basis=factor.view(shape))
-        return Dense().solve(problem, report=report)
+        return _DENSE.solve(problem, report=report)
+
+    def any_scale(self, problem: PrincipalEigenvectors) -> bool:
+        return problem.A.numel() < _POWER_FROM and _DENSE.any_scale(problem)
 
     def advice(self) -> str:
-        return Dense().advice()
+        return _DENSE.advice()
 
 
 def _krylov(
@@ -98,24 +102,33 @@ def _krylov(
 def _outcome(problem: PrincipalEigenvectors, found: Dominant | Ritz, report: bool) -> Outcome:
     batch, n, k = problem.batch_shape, problem.n, problem.width
     rows = found.rows.reshape(*batch, k, n)
-    iterations = torch.full(batch, found.products, dtype=torch.int64, device=rows.device)
-    return outcome(
-        problem,
-        found.values.reshape(*batch, k),
-        rows.mT,
-        residual=found.residual.reshape(batch),
-        iterations=iterations,
-        converged=torch.ones_like(iterations, dtype=torch.bool),
-        report=report,
-    )
+    unknown, none, converged = without_report(batch, rows.dtype, rows.device)
+    values = found.values.reshape(*batch, k)
+    if report:
+        return outcome(
+            problem,
+            values,
+            rows.mT,
+            residual=found.residual.reshape(batch),
+            iterations=none + found.products,
+            converged=converged.clone(),
+            report=True,
+        )
+    # How far apart the moduli seem to be tells the backward pass how many terms to take.
+    gap = (1 - found.rate) * values.abs().squeeze(-1) if isinstance(found, Dominant) else unknown
+    basis, spread = rows[..., :0, :], values[..., :0]
+    return Outcome(rows, values, unknown, gap, none, converged, basis, spread)
 
+
+_DENSE = Dense()
 
 # On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
 _TOLERANCE = 6.0
 # Entries of all matrices together, n² each: a decomposition takes about a tenth of a
 # microsecond for each, an attempt by power steps as long as some hundreds, one by Krylov
 # spaces as some ten thousands (benchmarks/ied_crossover.py).
-_POWER_FROM = 4_000
+_POWER_FROM = 12_000
+_GENERAL_FROM = 500  # `eig` takes ten times as long as `eigh`
 _KRYLOV_FROM = 200_000
 _KRYLOV_SIZE = 64
 # Dimensions of the Krylov space after which a decomposition is faster.
