@@ -80,7 +80,7 @@ def solve_in_range(
     try:
         with full_precision(A):
             outcome = solver.solve(problem, init=init, report=report)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         errors.require_finite(A=(A, 2))
         raise
     # Of some matrices with infinite entries LAPACK makes nothing but nan.

@@ -28,7 +28,7 @@ def neumann(
     guess of how far the modulus of `λ` is above the next; nan or None without one.
     """
     inverse = 1 / value.unsqueeze(-1)
-    w = first = right * inverse
+    w = last = first = right * inverse
     least = torch.finfo(right.dtype).tiny
     size = norm(first).clamp_min_(least)
     target = 4 * torch.finfo(right.dtype).eps

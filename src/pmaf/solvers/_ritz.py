@@ -42,21 +42,20 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
     T = A.new_zeros(B, limit, limit)
     Q[:, 0] = start / norm(start)
     check = max(_FIRST, 2 * k + 4)
-    for j in range(limit):
-        basis = Q[:, : j + 1]
-        w = part(Q[:, j : j + 1])
+    for m in range(1, limit + 1):
+        basis = Q[:, :m]
+        w = part(Q[:, m - 1 : m])
         # Twice, or what is lost in the first subtraction comes back as a second copy.
         h = torch.bmm(w, basis.mT)
         w = torch.baddbmm(w, h, basis, alpha=-1)
         g = torch.bmm(w, basis.mT)
         w = torch.baddbmm(w, g, basis, alpha=-1)
-        T[:, j, : j + 1] = (h + g).squeeze(1)
+        T[:, m - 1, :m] = (h + g).squeeze(1)
         length = norm(w)
         # Zero where the space is invariant: what this adds is not an eigenpair, and is
         # found out by the residual.
-        torch.div(w, length.unsqueeze(-1).clamp_min(torch.finfo(A.dtype).tiny),
-                  out=Q[:, j + 1 : j + 2])  # fmt: skip
-        m = j + 1
+        tiny = torch.finfo(A.dtype).tiny
+        torch.div(w, length.unsqueeze(-1).clamp_min(tiny), out=Q[:, m : m + 1])
         if m < check and m < limit:
             continue
         theta, s = torch.linalg.eigh(T[:, :m, :m])
@@ -68,15 +67,14 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
             wanted = torch.maximum(wanted, _POLISH * gap)
         done = rest <= wanted
         if done.all() or m == limit:
-            break
+            y = torch.bmm(s[:, :, -k:].flip(-1).mT, basis)
+            return _judge(part, y / norm(y).unsqueeze(-1), scale, done, m)
         left = _steps_left(rest / wanted, gap / (theta[:, -1] - theta[:, 0]))
         hopeful = done | (m + left <= limit)
         if 2 * int(hopeful.sum()) < B:
             return None
         check = m + max(4, math.ceil(float(torch.where(hopeful & ~done, left, 0).amax())))
-    y = torch.bmm(s[:, :, -k:].flip(-1).mT, Q[:, :m])
-    y = y / norm(y).unsqueeze(-1)
-    return _judge(part, y, scale, rest <= wanted, m)
+    return None
 
 
 def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -> Ritz:
