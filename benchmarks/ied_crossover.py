@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     symmetric = not options.nonsymmetric
     methods = contenders(symmetric)
+    warnings.simplefilter("ignore", pmaf.ConvergenceWarning)  # of the paper's hundred steps
     if options.k > 1:
         methods = {name: methods[name] for name in methods if name not in ("PI-IFT-E", "power")}
     rows: list[dict[str, Any]] = []
