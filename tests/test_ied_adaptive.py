@@ -18,6 +18,7 @@ def at_any_size(monkeypatch):
     for name in ("_POWER_FROM", "_KRYLOV_FROM", "_GENERAL_FROM"):
         monkeypatch.setattr(adaptive, name, 0)
     monkeypatch.setattr(adaptive, "_KRYLOV_SIZE", 2)
+    monkeypatch.setattr(adaptive, "_limit", lambda n: n // 3)
 
 
 @pytest.fixture

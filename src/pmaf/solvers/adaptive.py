@@ -75,7 +75,7 @@ def _krylov(
 ) -> tuple[Ritz, Tensor] | None:
     """Eigenpairs and Cholesky factors; None where most entries would have to be decomposed."""
     n, k = problem.n, problem.width
-    found = ritz(part, k, tolerance, min(n // 3, _LIMIT))
+    found = ritz(part, k, tolerance, _limit(n))
     if found is None:
         return None
     factor, exists = certificate(part, found)
@@ -130,6 +130,9 @@ _TOLERANCE = 6.0
 _POWER_FROM = 12_000
 _GENERAL_FROM = 500  # `eig` takes ten times as long as `eigh`
 _KRYLOV_FROM = 200_000
-_KRYLOV_SIZE = 64
-# Dimensions of the Krylov space after which a decomposition is faster.
-_LIMIT = 160
+_KRYLOV_SIZE = 224
+
+
+def _limit(n: int) -> int:
+    """Dimensions of a Krylov space that, in vain, cost a tenth or so of a decomposition."""
+    return min(n * n // 2000, 160)
