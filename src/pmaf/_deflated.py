@@ -7,13 +7,17 @@ converge, because the next eigenvalue is close, is solved directly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf._eager import plain
 from pmaf._linalg import dot
+from pmaf._neumann import neumann
 from pmaf.solvers._loop import iterate
+from pmaf.solvers._products import SymmetricPart
 from pmaf.spectrum import merge_tolerance
 
 
@@ -21,11 +25,25 @@ class _Search(NamedTuple):
     w: Tensor  # (*, k, n)
     residual: Tensor
     direction: Tensor
-    energy: Tensor  # (*, k), squared norm of the residual
+    energy: Tensor  # (*, k), squared norm of the residual, in the metric of the preconditioner
 
 
-def deflated_solve(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """`w` for each row of `v` and its entry of `shift`, with `y` the rows to stay clear of."""
+def deflated_solve(
+    A: Tensor,
+    shift: Tensor,
+    y: Tensor,
+    v: Tensor,
+    factor: Tensor | None = None,
+    gap: Tensor | None = None,
+) -> Tensor:
+    """`w` for each row of `v` and its entry of `shift`, with `y` the rows to stay clear of.
+
+    Args:
+        factor: Cholesky factor `(*, n, n)` of about the matrix, lifted along `y`.
+        gap: about how far the next eigenvalue is, in modulus, where known.
+    """
+    if plain(v):
+        return _solve(A, shift, y, v, factor, gap)
     return torch.ops.pmaf.deflated_solve(A, shift, y, v)
 
 
@@ -35,43 +53,77 @@ def deflated_solve(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
     schema="(Tensor A, Tensor shift, Tensor y, Tensor v) -> Tensor",
 )
 def _deflated_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    S = 0.5 * (A + A.mT)
-    column = shift.unsqueeze(-1)
+    return _solve(A, shift, y, v, None, None)
+
+
+def _solve(
+    A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, gap: Tensor | None
+) -> Tensor:
+    k, n = v.shape[-2:]
+    batch = torch.broadcast_shapes(A.shape[:-2], v.shape[:-2])
+    if len(batch) != 1 or any(x.shape[:-2] != batch for x in (A, y, v)):
+        A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
+        shift = shift.expand(*batch, k).reshape(-1, k)
+    factor = None if factor is None else factor.reshape(-1, n, n)
+    part = SymmetricPart(A)
 
     def clear(x: Tensor) -> Tensor:
-        return x - (x @ y.mT) @ y
+        return torch.baddbmm(x, torch.bmm(x, y.mT), y, alpha=-1)
 
-    eps = torch.finfo(v.dtype).eps
     # Twice, here and in every step: what is left along y is invisible to the matrix, and
     # would stay in the residual for good.
     right = clear(clear(v))
+    w = None
+    if factor is None and k == 1:
+        w = neumann(part, shift, right, None if gap is None else gap.reshape(-1))
+    w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
+    return w.reshape(*batch, k, n)
+
+
+def _conjugate_gradients(
+    part: SymmetricPart,
+    shift: Tensor,
+    right: Tensor,
+    clear: Callable[[Tensor], Tensor],
+    factor: Tensor | None,
+) -> Tensor:
+    column = shift.unsqueeze(-1)
+    eps = torch.finfo(right.dtype).eps
     # Along a direction this flat there is another eigenvector with the same eigenvalue.
-    rounding = merge_tolerance(v.dtype) * torch.linalg.matrix_norm(S).unsqueeze(-1)
-    energy = dot(right, right)
-    target = (4 * eps) ** 2 * energy
+    size = torch.linalg.matrix_norm(part.matrix)
+    rounding = merge_tolerance(right.dtype) * size.unsqueeze(-1)
+    target = (4 * eps) ** 2 * dot(right, right)
+
+    def precondition(x: Tensor) -> Tensor:
+        return x if factor is None else clear(torch.cholesky_solve(x.mT, factor).mT)
 
     def step(state: _Search) -> tuple[_Search, Tensor]:
         w, residual, direction, energy = state
-        image = clear(column * direction - direction @ S)
+        image = clear(column * direction - part(direction))
         curvature = dot(direction, image)
         flat = curvature <= rounding * dot(direction, direction)
         length = torch.where(flat, 0, energy / torch.where(flat, 1, curvature)).unsqueeze(-1)
         w = w + length * direction
         residual = clear(residual - length * image)
-        following = dot(residual, residual)
+        better = precondition(residual)
+        following = dot(residual, better)
         ratio = (following / torch.where(energy > 0, energy, 1)).unsqueeze(-1)
-        direction = residual + ratio * direction
-        return _Search(w, residual, direction, following), (following <= target) | flat
+        direction = better + ratio * direction
+        done = (dot(residual, residual) <= target) | flat
+        return _Search(w, residual, direction, following), done
 
-    start = _Search(torch.zeros_like(right), right, right, energy)
-    limit = min(v.shape[-1], _STEPS)
-    run = iterate(step, start, active=energy > 0, max_iterations=limit)
+    first = precondition(right)
+    start = _Search(torch.zeros_like(right), right, first, dot(right, first))
+    limit = min(right.shape[-1], _STEPS)
+    run = iterate(step, start, active=target > 0, max_iterations=limit)
     w = clear(run.state.w)
     # The recursive residual drifts from the true one; what counts is the latter.
-    rest = right - clear(column * w - w @ S)
-    done = dot(rest, rest) <= 1e4 * target
+    rest = right - clear(column * w - part.exact(w))
+    done = (dot(rest, rest) <= 1e4 * target).all(-1)
     if not done.all():
-        w = torch.where(done.unsqueeze(-1), w, clear(_direct(S, shift, right)))
+        left = ~done
+        w[left] = _direct(part.matrix[left], shift[left], right[left])
+        w = clear(w)
     return w.contiguous()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from pmaf import errors
 from pmaf._ied_rules import EigenConditions
 from pmaf._linalg import power_of_two
 from pmaf._solve import announce
-from pmaf.gradients import Gradient
+from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
 from pmaf.solvers._base import decode
@@ -47,36 +49,70 @@ def _ied_op(
     report: bool,
     throw: bool,
 ) -> tuple[Tensor, ...]:
+    method: Solver = decode(solver)
+    outcome = solve_in_range(A, init, k, symmetric, method, report, throw)
+    if not method.keeps_basis:  # whatever it may have had for its own purposes
+        outcome = outcome._replace(basis=outcome.basis[..., :0, :], spread=outcome.spread[..., :0])
+    tensors = [x.contiguous() for x in outcome]
+    # An operator's outputs may not share memory.
+    tensors[0], tensors[3] = tensors[0].clone(), tensors[3].clone()
+    return tuple(tensors)
+
+
+def solve_in_range(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: Solver,
+    report: bool,
+    throw: bool,
+) -> Outcome:
+    """Solve in units in which no square of an entry leaves the range of the dtype."""
     from pmaf.ied import PrincipalEigenvectors
 
     if init is not None:
         errors.require_finite(init=(init, 2))
-    method: Solver = decode(solver)
-    unit = _unit(A)
-    problem = PrincipalEigenvectors(
-        A if unit is None else A / unit[..., None, None], k, symmetric=symmetric
-    )
-    with torch.autocast(A.device.type, enabled=False):
-        outcome = method.solve(problem, init=init, report=report)
-    announce(outcome, method, throw)
+    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    unit = None if solver.any_scale(problem) else _unit(A)
     if unit is not None:
-        outcome = outcome._replace(
-            multiplier=outcome.multiplier * unit.unsqueeze(-1),
-            gap=outcome.gap * unit,
-            spread=outcome.spread * unit.unsqueeze(-1),
-        )
-    outcome = [x.contiguous() for x in outcome]
-    # An operator's outputs may not share memory.
-    outcome[0] = outcome[0].clone()
-    return tuple(outcome)
+        problem = problem.with_matrix(A / unit[..., None, None])
+    try:
+        with full_precision(A):
+            outcome = solver.solve(problem, init=init, report=report)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        errors.require_finite(A=(A, 2))
+        raise
+    # Of some matrices with infinite entries LAPACK makes nothing but nan.
+    if unit is None and not math.isfinite(float(outcome.multiplier.sum())):
+        errors.require_finite(A=(A, 2))
+    if not (symmetric and solver.certain):
+        announce(outcome, solver, throw)
+    if unit is None:
+        return outcome
+    factor = outcome.spread.shape[-1] < outcome.basis.shape[-2]
+    return outcome._replace(
+        multiplier=outcome.multiplier * unit.unsqueeze(-1),
+        gap=outcome.gap * unit,
+        basis=outcome.basis * unit.sqrt()[..., None, None] if factor else outcome.basis,
+        spread=outcome.spread * unit.unsqueeze(-1),
+    )
+
+
+def full_precision(A: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, if there is any."""
+    device = A.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _unit(A: Tensor) -> Tensor | None:
     """Powers of two to divide by where squares of entries would leave the range; else None."""
     info = torch.finfo(A.dtype)
-    size = torch.linalg.matrix_norm(A)
+    least, most = torch.linalg.vector_norm(A, dim=(-2, -1)).aminmax()
     low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
-    if ((size > low) & (size < high)).all():
+    if float(least) > low and float(most) < high:
         return None
     errors.require_finite(A=(A, 2))
     return power_of_two(A.abs().amax((-2, -1)))
@@ -153,21 +189,24 @@ class _Ied(torch.autograd.Function):
         if v is None and d_values is None:
             return None, *nothing
         A, y, values, *rest = ctx.saved_tensors
-        v = torch.zeros_like(y) if v is None else v
-        d_values = torch.zeros_like(values) if d_values is None else d_values
         helper = Helper(values, *rest)
         conditions = EigenConditions(A, y, values, d_values, ctx.symmetric, helper)
-        with torch.autocast(A.device.type, enabled=False):
-            return _pullback(conditions, ctx.gradient, v), *nothing
+        with full_precision(A):
+            return pullback(conditions, ctx.gradient, v), *nothing
 
 
-def _pullback(conditions: EigenConditions, gradient: Gradient, v: Tensor) -> Tensor | None:
-    if gradient.whole:
-        return gradient.pullback(conditions, v, (True,))[0]
+def pullback(conditions: EigenConditions, gradient: Gradient, v: Tensor | None) -> Tensor | None:
+    """The gradient of `A`, given those of the vectors, or None, and of the values."""
+    if isinstance(gradient, Implicit):
+        return conditions.pullback(conditions.tangent_solve(v), (True,))[0]
     # One vector at a time. The value is yᵀAy, whatever rule y is differentiated by.
-    A, y, d_values = conditions.A, conditions.y, conditions.d_values.unsqueeze(-1)
-    v = v + d_values * (y @ A + y @ A.mT)
-    dA = (d_values * y).mT @ y
+    A, y, d_values = conditions.A, conditions.y, conditions.d_values
+    v = torch.zeros_like(y) if v is None else v
+    dA = torch.zeros_like(A)
+    if d_values is not None:
+        weighted = d_values.unsqueeze(-1)
+        v = v + weighted * (y @ A + y @ A.mT)
+        dA = (weighted * y).mT @ y
     for j, column in enumerate(conditions.columns()):
         (term,) = gradient.pullback(column, v[..., j, :], (True,))
         dA = dA if term is None else dA + term

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from pmaf._deflated import deflated_solve
+from pmaf._eager import plain
+from pmaf._neumann import dominant_solve
 from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
@@ -35,18 +37,19 @@ class _ShiftedSystem:
     """Bordered systems of `λⱼI − ½(A + Aᵀ)`, one shift for each row."""
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
-        if helper.basis.shape[-2] == 0:
-            return deflated_solve(matrix, helper.shift, y, v)
+        if helper.spread.shape[-1] == 0:
+            return deflated_solve(matrix, helper.shift, y, v, helper.factor, helper.gap)
         k, basis, spread = y.shape[-2], helper.basis, helper.spread
-        # The requested vectors are the first k of the basis; the rest is solved for.
-        others, rises = basis[..., k:, :], spread[..., k:]
-        rise = rises.unsqueeze(-2) - spread[..., :k].unsqueeze(-1)
+        rise = spread.unsqueeze(-2)
+        if k > 1:  # a single vector has no rise, and drops out
+            # The requested vectors are the last k of the basis; the rest is solved for.
+            basis, rise = basis[..., :-k, :], rise[..., :-k]
+            rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)
         # The largest eigenvalue in modulus is at one end of the spectrum or the other.
         top = helper.shift[..., :1]
-        scale = torch.maximum(top.abs(), (top - spread[..., -1:]).abs()).unsqueeze(-1)
+        scale = torch.maximum(top.abs(), spread[..., :1] - top).unsqueeze(-1)
         apart = rise > merge_tolerance(v.dtype) * scale
-        inside = torch.where(apart, (v @ others.mT) / torch.where(apart, rise, 1), 0)
-        return inside @ others
+        return torch.where(apart, (v @ basis.mT) / rise, 0) @ basis
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
         return shift.unsqueeze(-1) * z - 0.5 * (z @ matrix + z @ matrix.mT)
@@ -63,33 +66,43 @@ class EigenConditions(NamedTuple):
     A: Tensor
     y: Tensor  # (*, k, n), the vectors as rows
     values: Tensor  # (*, k)
-    d_values: Tensor  # (*, k), incoming gradient of the values
+    d_values: Tensor | None  # (*, k), incoming gradient of the values
     symmetric: bool
     helper: Helper
 
-    def tangent_solve(self, v: Tensor) -> Tensor:
+    def tangent_solve(self, v: Tensor | None) -> Tensor:
+        """`z` for the incoming gradient `v` of the vectors, and that of the values."""
         if not self.symmetric:
             return self._bordered_solve(v)
-        outside = tangent_solve(_ShiftedSystem(), v, self.y, self.A, self.values, self.helper)
-        k = self.values.shape[-1]
-        turn = torch.diag_embed(self.d_values)
-        if k > 1:
-            inside = self.y @ v.mT
-            difference = self.values.unsqueeze(-2) - self.values.unsqueeze(-1)
-            scale = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
-            apart = difference.abs() > merge_tolerance(v.dtype) * scale
-            antisymmetric = 0.5 * (inside - inside.mT)
-            turn = turn + torch.where(apart, antisymmetric / torch.where(apart, difference, 1), 0)
-        return outside + turn @ self.y
+        y, k = self.y, self.values.shape[-1]
+        along = None if self.d_values is None else self.d_values.unsqueeze(-1) * y
+        if v is None:
+            return torch.zeros_like(y) if along is None else along
+        z = tangent_solve(_ShiftedSystem(), v, y, self.A, self.values, self.helper)
+        z = z if along is None else z + along
+        if k == 1:
+            return z
+        inside = y @ v.mT
+        difference = self.values.unsqueeze(-2) - self.values.unsqueeze(-1)
+        scale = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
+        apart = difference.abs() > merge_tolerance(v.dtype) * scale
+        antisymmetric = 0.5 * (inside - inside.mT)
+        return z + torch.where(apart, antisymmetric / torch.where(apart, difference, 1), 0) @ y
 
-    def _bordered_solve(self, v: Tensor) -> Tensor:
+    def _bordered_solve(self, v: Tensor | None) -> Tensor:
         """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
 
         `(λI − A)ᵀ + σyyᵀ` is regular when the eigenvalue is simple, and differs from the
         border by a multiple of `y` on the right-hand side. Where the eigenvalue is known
         not to be simple there is no derivative, and zero is returned.
         """
-        target = self.d_values.unsqueeze(-1)
+        if plain(self.A) and not torch.is_grad_enabled():
+            w = dominant_solve(self.A, self.values, self.y, v, self.d_values, self.helper.gap)
+            if w is not None:
+                return w
+        v = torch.zeros_like(self.y) if v is None else v
+        d_values = torch.zeros_like(self.values) if self.d_values is None else self.d_values
+        target = d_values.unsqueeze(-1)
         size = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
         size = torch.where(size == 0, 1, size)
         # A gap that is not known (nan) is taken on trust.
@@ -174,8 +187,8 @@ class ColumnConditions(NamedTuple):
 
 def _symmetric_product(z: Tensor, y: Tensor) -> Tensor:
     """`½(ZᵀY + YᵀZ)` for rows `Z`, `Y`, as one product."""
-    left, right = torch.cat([0.5 * z, y], -2), torch.cat([y, 0.5 * z], -2)
-    return left.mT @ right
+    z = 0.5 * z
+    return torch.cat([z, y], -2).mT @ torch.cat([y, z], -2)
 
 
 def _slope(A: Tensor, y: Tensor) -> Tensor:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
 from pmaf._ied_attach import attach
+from pmaf._ied_plain import attach_plain
 from pmaf._linalg import norm
 from pmaf._solve import Certificate, Solution, announce, require_rules
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.solvers import Auto, Dense, Lanczos, Outcome, Solver
+from pmaf.solvers import Adaptive, Auto, Dense, Outcome, Solver
 from pmaf.solvers._base import encode
 
 
@@ -113,12 +116,10 @@ class PrincipalEigenvectors:
 
     def best_solver(self) -> Solver:
         """What `Auto()` stands for."""
-        if not self.symmetric or self.n < _KRYLOV_FROM or self.width > self.n // 16:
-            return Dense()
-        # Tighter than Lanczos asks of itself: no less accurate than eigh, which takes over
-        # where that cannot be had.
-        computed = torch.promote_types(self.A.dtype, torch.float32)
-        return Lanczos(tolerance=6 * torch.finfo(computed).eps, fallback=True)
+        # Where a trace has to know in advance whether there will be an eigenbasis, one is
+        # worth its price up to some size.
+        small = self.symmetric and self.n < _TRACED_FROM
+        return _DENSE if small and not plain(self.A) else _ADAPTIVE
 
     def certify(self, value: Tensor) -> Certificate:
         """Checked against all eigenvalues, in float64.
@@ -169,7 +170,6 @@ class PrincipalEigenvectors:
         if dtype in (torch.float16, torch.bfloat16):
             A, init = A.float(), None if init is None else init.float()
         # The smallest eigenvalues are the largest of −A, in the opposite order.
-        sign = 1.0 if self.largest else -1.0
         A = A if self.largest else -A
         if isinstance(gradient, Unroll):
             errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
@@ -179,6 +179,9 @@ class PrincipalEigenvectors:
                 outcome = solver.solve(problem, init=init, report=report)
             outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
             announce(outcome, solver, throw)
+        elif plain(A) and not forward_mode():
+            found = attach_plain(self, A, init, solver.resolve(self), gradient, report, throw)
+            return _in(dtype, found)
         elif forward_mode():
             require_forward(gradient)
             text = encode(solver.resolve(self))
@@ -186,14 +189,24 @@ class PrincipalEigenvectors:
         else:
             text = encode(solver.resolve(self))
             outcome = attach(A, init, self.width, self.symmetric, text, gradient, report, throw)
-        values, rows = sign * outcome.multiplier, outcome.value
+        return _in(dtype, self.present(outcome))
+
+    def present(self, outcome: Outcome) -> Solution:
+        """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
+        values, rows = outcome.multiplier, outcome.value
+        values = values if self.largest else -values
         rows = rows * self._signs(rows).unsqueeze(-1)
-        if self.descending != self.largest:
+        if self.flipped:
             values, rows = values.flip(-1), rows.flip(-2)
         vectors = rows.mT
         if self.k is None:
             values, vectors = values.squeeze(-1), vectors.squeeze(-1)
-        return Solution(vectors.to(dtype), values.to(dtype), *outcome[2:6])
+        return Solution(vectors, values, *outcome[2:6])
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the order asked for is not that of the solvers."""
+        return self.descending != self.largest and self.width > 1
 
     def _signs(self, rows: Tensor) -> Tensor:
         """Which way to turn each row, `(*, k)`.
@@ -202,19 +215,22 @@ class PrincipalEigenvectors:
         towards a fixed direction first, so that what is left alone is reproducible.
         """
         rows = rows.detach()
-        ones, plain = sphere.references(rows)
-        reference = ones if self.reference is None else self.reference.to(rows)
-        if self.reference is not None and self._is_block(self.reference):
-            reference = reference.mT
-            if self.descending != self.largest:
-                reference = reference.flip(-2)
-        elif self.reference is not None:
-            reference = reference.unsqueeze(-2)
-        dots = (rows * reference).sum(-1)
-        tolerance = 8 * torch.finfo(rows.dtype).eps * norm(reference)
-        orthogonal = dots.abs() <= tolerance
-        dots = torch.where(orthogonal, (rows * plain).sum(-1), dots)
-        return torch.where(dots < 0, -torch.ones_like(dots), torch.ones_like(dots))
+        both = _references(rows)
+        tolerance = 8 * torch.finfo(rows.dtype).eps
+        if self.reference is None:
+            dots, second = (rows @ both).unbind(-1)
+            tolerance = tolerance * self.n**0.5
+        else:
+            reference = self.reference.to(rows)
+            if self._is_block(reference):
+                reference = reference.mT
+                reference = reference.flip(-2) if self.flipped else reference
+            else:
+                reference = reference.unsqueeze(-2)
+            dots, second = (rows * reference).sum(-1), rows @ both[:, 1]
+            tolerance = tolerance * norm(reference)
+        dots = torch.where(dots.abs() <= tolerance, second, dots)
+        return torch.copysign(both[0, 0], dots)  # which is one
 
     def _is_block(self, reference: Tensor) -> bool:
         """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
@@ -248,8 +264,30 @@ class PrincipalEigenvectors:
         return Solution(vectors, values, blank, blank, count, count.bool())
 
 
-# Below this size a full decomposition is faster than its alternatives.
-_KRYLOV_FROM = 320
+def _in(dtype: torch.dtype, found: Solution) -> Solution:
+    if found.value.dtype == dtype:
+        return found
+    return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))
+
+
+# Made once: they write themselves down, which takes longer than to solve a small problem.
+_AUTO, _IMPLICIT, _DENSE, _ADAPTIVE = Auto(), Implicit(), Dense(), Adaptive()
+
+# See `best_solver`.
+_TRACED_FROM = 128
+
+
+def _references(rows: Tensor) -> Tensor:
+    """`sphere.references` as columns, remembered where they are numbers."""
+    if plain(rows):
+        return _known_references(rows.shape[-1], rows.dtype, rows.device)
+    return torch.stack(sphere.references(rows), -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_references(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or they would be of no use in a later training step
+        return torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
 
 
 def ied(
@@ -297,7 +335,7 @@ def ied(
         init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
         init = init.to(A)[..., 0] if k is None else init.to(A)
     solution = problem.run(
-        solver or Auto(), gradient or Implicit(), init=init, report=False, throw=False
+        solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
     )
     return Eigenpairs(solution.multiplier, solution.value)
 

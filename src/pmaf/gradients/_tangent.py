@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pmaf._eager import plain
+
 
 class Helper(NamedTuple):
     """What the forward pass left behind to solve with; never differentiated."""
@@ -27,6 +29,11 @@ class Helper(NamedTuple):
     gap: Tensor  # (*,), smallest eigenvalue of H
     basis: Tensor  # (*, p, n), eigenvectors of H as rows, or p = 0
     spread: Tensor  # (*, p), eigenvalues of H above the smallest
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What there is instead of a basis if it has no eigenvalues: a Cholesky factor of `H`."""
+        return self.basis if self.spread.shape[-1] < self.basis.shape[-2] else None
 
 
 class BorderedSystem(Protocol):
@@ -54,6 +61,8 @@ def tangent_solve(
     system: BorderedSystem, v: Tensor, y: Tensor, matrix: Tensor, shift: Tensor, helper: Helper
 ) -> Tensor:
     """The solution `z` of the bordered system, differentiable in `v`, `y`, matrix and shift."""
+    if plain(v) and not torch.is_grad_enabled():
+        return system.solve(v, y, matrix, helper)  # nobody will differentiate it
     return _TangentSolve.apply(system, v, y, matrix, shift, *helper)  # pyright: ignore[reportReturnType]
 
 

@@ -1,6 +1,7 @@
 """Ways to solve the problems behind the layers: small frozen objects, one file each."""
 
 from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.lanczos import Lanczos
@@ -11,6 +12,7 @@ from pmaf.solvers.secular import Secular
 from pmaf.solvers.simultaneous_iteration import SimultaneousIteration
 
 __all__ = [
+    "Adaptive",
     "Auto",
     "Backtracking",
     "Dense",

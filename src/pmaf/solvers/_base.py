@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     iterations: Tensor
     converged: Tensor
     basis: Tensor  # (*, p, n), eigenbasis of the Hessian if the solver `keeps_basis`, else p = 0
-    spread: Tensor
+    spread: Tensor  # (*, p), or empty: then what is in `basis` is a Cholesky factor
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Solver(Configured):
     serves: ClassVar[tuple[str, ...]] = ()  # names of problem classes
     keeps_basis: ClassVar[bool] = False  # whether outcomes carry an eigenbasis
     unrollable: ClassVar[bool] = False  # whether autograd can follow its iterations
+    certain: ClassVar[bool] = False  # whether it always converges, on a symmetric matrix
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         """Solve every batch entry; `report=False` leaves out what only a report needs."""
@@ -61,6 +62,10 @@ class Solver(Configured):
     def resolve(self, problem: Any) -> Solver:
         """The solver that does the work; itself, unless it stands for others."""
         return self
+
+    def any_scale(self, problem: Any) -> bool:
+        """Whether it copes with entries whose squares leave the range of the dtype."""
+        return False
 
     def advice(self) -> str:
         """What to try when this solver did not converge."""

@@ -5,6 +5,7 @@ Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,6 +102,17 @@ def outcome(
         basis=values.new_empty((*batch, 0, n)),
         spread=values.new_empty((*batch, 0)),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def without_report(
+    batch: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residuals and gaps, iterations, and whether converged, if nobody will look at them."""
+    with torch.inference_mode(False):
+        unknown = torch.full(batch, torch.nan, dtype=dtype, device=device)
+        none = torch.zeros(batch, dtype=torch.int64, device=device)
+        return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
 
 
 def gap_of(spectrum: Tensor, k: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import gap_of
+from pmaf.solvers._eigen import gap_of, without_report
 
 if TYPE_CHECKING:
     from pmaf.ied import PrincipalEigenvectors
@@ -26,11 +26,16 @@ class Dense(Solver):
     serves = ("PrincipalEigenvectors",)
     keeps_basis = True
     unrollable = True
+    certain = True
 
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         return self._symmetric(problem, report) if problem.symmetric else self._general(problem)
+
+    def any_scale(self, problem: PrincipalEigenvectors) -> bool:
+        # LAPACK sees to it.
+        return problem.symmetric and problem.A.device.type == "cpu"
 
     def advice(self) -> str:
         return (
@@ -40,20 +45,24 @@ class Dense(Solver):
 
     def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
         k = problem.width
-        values, vectors = torch.linalg.eigh(problem.operand())
-        values, rows = values.flip(-1), vectors.mT.flip(-2)
-        unknown = torch.full_like(values[..., 0].detach(), torch.nan)
-        top = values[..., :1]
-        converged = torch.ones(problem.batch_shape, dtype=torch.bool, device=values.device)
+        # The symmetric part, in one pass, and exactly that of a symmetric matrix.
+        values, vectors = torch.linalg.eigh(torch.lerp(problem.A, problem.A.mT, 0.5))
+        # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
+        top, rows = values[..., -k:], vectors[..., -k:].mT
+        if k > 1:
+            top, rows = top.flip(-1), rows.flip(-2)
+        unknown, none, converged = without_report(problem.batch_shape, values.dtype, values.device)
+        if report:
+            none, converged = none.clone(), converged.clone()
         return Outcome(
-            value=rows[..., :k, :],
-            multiplier=values[..., :k],
-            residual=problem.residual(values[..., :k], rows[..., :k, :]) if report else unknown,
-            gap=gap_of(values.detach(), k),
-            iterations=torch.zeros_like(converged, dtype=torch.int64),
+            value=rows,
+            multiplier=top,
+            residual=problem.residual(top, rows) if report else unknown,
+            gap=gap_of(values.detach().flip(-1), k) if report else unknown,
+            iterations=none,
             converged=converged,
-            basis=rows,
-            spread=top - values,
+            basis=vectors.mT,
+            spread=values[..., -1:] - values,
         )
 
     def _general(self, problem: PrincipalEigenvectors) -> Outcome:

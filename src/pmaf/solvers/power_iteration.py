@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, norm
+from pmaf._linalg import dot, matvec, norm
 from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import norm_of, orthonormal, outcome, stands, start_block
@@ -61,14 +61,24 @@ class PowerIteration(Solver):
         shift = choose_shift(problem, M.detach(), self.shift)
         tolerance = 8 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
 
+        def product(u: Tensor) -> Tensor:
+            # A row times a matrix: on the CPU several times faster than matrix times column.
+            image = (u.unsqueeze(-2) @ (M if problem.symmetric else M.mT)).squeeze(-2)
+            return image if self.shift == 0 else image + shift.unsqueeze(-1) * u
+
         def step(state: _Vector) -> tuple[_Vector, Tensor]:
-            u = (M @ state.u.unsqueeze(-1)).squeeze(-1) + shift.unsqueeze(-1) * state.u
+            u = product(state.u)
             length = norm(u).unsqueeze(-1)
             u = torch.where(length > 0, u / _safe(length), state.u)
             # Historical alignment: a negative eigenvalue flips the iterate every step.
             u = torch.where((dot(u, state.u) < 0).unsqueeze(-1), -u, u)
             still = (u - state.u).abs().amax(-1) <= tolerance
             return _Vector(u), still & self.stop
+
+        def straight(state: _Vector) -> _Vector:
+            # Nobody compares this iterate with the last, so that its sign is of no account.
+            u = product(state.u)
+            return _Vector(u / norm(u).unsqueeze(-1))
 
         u = start.squeeze(-1)
         active = torch.ones(problem.batch_shape, dtype=torch.bool, device=M.device)
@@ -77,9 +87,10 @@ class PowerIteration(Solver):
             _Vector(u / norm(u).unsqueeze(-1)),
             active=active,
             max_iterations=self.iterations,
+            straight=None if self.stop else straight,
         )
         u = run.state.u
-        image = (M @ u.unsqueeze(-1)).squeeze(-1)
+        image = matvec(M, u)
         value = dot(u, image)
         residual = (norm(image - value.unsqueeze(-1) * u) / size).detach()
         return outcome(

@@ -66,8 +66,12 @@ class SimultaneousIteration(Solver):
         # A block turns within itself by more roundings than a single vector moves.
         tolerance = 32 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
 
+        def straight(state: _Block) -> _Block:
+            image = M @ state.q
+            return _Block(orthonormal(image if self.shift == 0 else image + shift * state.q))
+
         def step(state: _Block) -> tuple[_Block, Tensor]:
-            q = orthonormal(M @ state.q + shift * state.q)
+            q = straight(state).q
             new, old = q[..., :k], state.q[..., :k]
             moved = torch.minimum((new - old).abs().amax(-2), (new + old).abs().amax(-2))
             return _Block(q), (moved.amax(-1) <= tolerance) & self.stop
@@ -75,7 +79,11 @@ class SimultaneousIteration(Solver):
         start = M if self.full else start_block(problem, init, k)
         active = torch.ones(problem.batch_shape, dtype=torch.bool, device=M.device)
         run = iterate(
-            step, _Block(orthonormal(start)), active=active, max_iterations=self.iterations
+            step,
+            _Block(orthonormal(start)),
+            active=active,
+            max_iterations=self.iterations,
+            straight=None if self.stop else straight,
         )
         q = run.state.q
         if self.full and problem.symmetric:

@@ -1,0 +1,138 @@
+"""Products with the matrix where they settle it, a decomposition where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._dominant import Dominant, dominant
+from pmaf.solvers._eigen import outcome, without_report
+from pmaf.solvers._products import SymmetricPart, right_product
+from pmaf.solvers._ritz import Ritz, certificate, polish, ritz
+from pmaf.solvers.dense import Dense
+
+if TYPE_CHECKING:
+    from pmaf.ied import PrincipalEigenvectors
+
+
+@dataclass(frozen=True)
+class Adaptive(Solver):
+    """Whatever finds the eigenvectors of the matrices at hand fastest, with proof.
+
+    A few power steps if one eigenvalue dwarfs the rest; then, for a symmetric matrix, a
+    Krylov space and a Cholesky factorisation that proves its completeness; then `Dense()`.
+    Each attempt costs little of what comes after it, and a vector is accepted only if its
+    residual is that of a full decomposition.
+    """
+
+    serves = ("PrincipalEigenvectors",)
+    certain = True
+
+    def solve(
+        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        n, k = problem.n, problem.width
+        A = problem.A.reshape(-1, n, n)
+        work = A.numel()
+        tolerance = _TOLERANCE * torch.finfo(A.dtype).eps
+        if work >= _GENERAL_FROM and not problem.symmetric:
+            A = A.contiguous()
+
+            def product(x: Tensor) -> Tensor:
+                return right_product(A, x)
+
+            found = dominant(A, product, product, tolerance, symmetric=False)
+            if found is not None:
+                return _outcome(problem, found, report)
+        if work >= _POWER_FROM and problem.symmetric and (k == 1 or work >= _KRYLOV_FROM):
+            part = SymmetricPart(A)
+            found = None
+            if k == 1:
+                found = dominant(part.matrix, part, part.exact, tolerance, symmetric=True)
+            if found is not None:
+                return _outcome(problem, found, report)
+            if work >= _KRYLOV_FROM and n >= _KRYLOV_SIZE and k <= n // 16:
+                both = _krylov(problem, part, tolerance)
+                if both is not None:
+                    found, factor = both
+                    shape = (*problem.batch_shape, n, n)
+                    return _outcome(problem, found, report)._replace(basis=factor.view(shape))
+        return _DENSE.solve(problem, report=report)
+
+    def any_scale(self, problem: PrincipalEigenvectors) -> bool:
+        return problem.A.numel() < _POWER_FROM and _DENSE.any_scale(problem)
+
+    def advice(self) -> str:
+        return _DENSE.advice()
+
+
+def _krylov(
+    problem: PrincipalEigenvectors, part: SymmetricPart, tolerance: float
+) -> tuple[Ritz, Tensor] | None:
+    """Eigenpairs and Cholesky factors; None where most entries would have to be decomposed."""
+    n, k = problem.n, problem.width
+    found = ritz(part, k, tolerance, _limit(n))
+    if found is None:
+        return None
+    factor, exists = certificate(part, found)
+    if k == 1:
+        found = polish(part, found._replace(found=exists), factor, tolerance)
+    good = exists & (found.residual <= tolerance)
+    left = len(good) - int(good.sum())
+    if left == 0:
+        return found, factor
+    if 2 * left > len(good):
+        return None
+    bad = ~good
+    values, vectors = torch.linalg.eigh(part.matrix[bad])
+    rows, top = found.rows.clone(), found.values.clone()
+    rows[bad] = vectors[..., -k:].flip(-1).mT
+    top[bad] = values[..., -k:].flip(-1)
+    found = found._replace(values=top, rows=rows)
+    again, exists = certificate(part, found, bad)
+    # Without a factor, because the next eigenvalue is too close, the backward pass knows.
+    factor[bad] = torch.where(exists[:, None, None], again, torch.nan)
+    return found, factor
+
+
+def _outcome(problem: PrincipalEigenvectors, found: Dominant | Ritz, report: bool) -> Outcome:
+    batch, n, k = problem.batch_shape, problem.n, problem.width
+    rows = found.rows.reshape(*batch, k, n)
+    unknown, none, converged = without_report(batch, rows.dtype, rows.device)
+    values = found.values.reshape(*batch, k)
+    if report:
+        return outcome(
+            problem,
+            values,
+            rows.mT,
+            residual=found.residual.reshape(batch),
+            iterations=none + found.products,
+            converged=converged.clone(),
+            report=True,
+        )
+    # How far apart the moduli seem to be tells the backward pass how many terms to take.
+    gap = (1 - found.rate) * values.abs().squeeze(-1) if isinstance(found, Dominant) else unknown
+    basis, spread = rows[..., :0, :], values[..., :0]
+    return Outcome(rows, values, unknown, gap, none, converged, basis, spread)
+
+
+_DENSE = Dense()
+
+# On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
+_TOLERANCE = 6.0
+# Entries of all matrices together, n² each: a decomposition takes about a tenth of a
+# microsecond for each, an attempt by power steps as long as some hundreds, one by Krylov
+# spaces as some ten thousands (benchmarks/ied_crossover.py).
+_POWER_FROM = 12_000
+_GENERAL_FROM = 500  # `eig` takes ten times as long as `eigh`
+_KRYLOV_FROM = 200_000
+_KRYLOV_SIZE = 224
+
+
+def _limit(n: int) -> int:
+    """Dimensions of a Krylov space that, in vain, cost a tenth or so of a decomposition."""
+    return min(n * n // 2000, 160)

@@ -1,0 +1,190 @@
+"""The default solver of IED: every way it may take, and what must not fool it."""
+
+import pytest
+import torch
+
+import pmaf
+from pmaf.gradients import Implicit
+from pmaf.solvers import Adaptive, Dense, PowerIteration, adaptive
+from pmaf.solvers._products import SymmetricPart, fixed_rows
+from tests.ied_cases import with_eigenvalues
+
+T = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def at_any_size(monkeypatch):
+    """Every attempt is made, however small the matrices."""
+    for name in ("_POWER_FROM", "_KRYLOV_FROM", "_GENERAL_FROM"):
+        monkeypatch.setattr(adaptive, name, 0)
+    monkeypatch.setattr(adaptive, "_KRYLOV_SIZE", 2)
+    monkeypatch.setattr(adaptive, "_limit", lambda n: n // 3)
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Which of the ways have led to a solution."""
+    taken = []
+
+    def watched(name, call):
+        def tried(*args, **options):
+            found = call(*args, **options)
+            taken.extend([name] * (found is not None))
+            return found
+
+        return tried
+
+    for name in ("dominant", "_krylov"):
+        monkeypatch.setattr(adaptive, name, watched(name, getattr(adaptive, name)))
+    return taken
+
+
+def family(name, n=90, batch=4, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    X = torch.randn(batch, n, n, generator=g, dtype=T)
+    if name == "dominant":
+        return X.abs() + X.abs().mT
+    rest = torch.linspace(0.8, -0.5, n - 1).tolist()
+    return torch.stack([with_eigenvalues([1.0, *rest], seed) for seed in range(batch)])
+
+
+def outputs(A, k=None, **options):
+    A = A.clone().requires_grad_()
+    values, vectors = pmaf.ied(A, k, **options)
+    weights = torch.cos(torch.arange(float(vectors.numel())).to(A)).reshape(vectors.shape)
+    (gradient,) = torch.autograd.grad((vectors * weights).sum() + values.sum(), A)
+    return values.detach(), vectors.detach(), gradient
+
+
+def same(A, k=None, factor=1e3, **options):
+    found, expected = outputs(A, k, **options), outputs(A, k, solver=Dense(), **options)
+    for x, y in zip(found, expected, strict=True):
+        tolerance = factor * torch.finfo(A.dtype).eps * float(y.abs().max())
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("shape", [(4,), (), (2, 2)], ids=str)
+@pytest.mark.parametrize(("name", "way"), [("dominant", "dominant"), ("spread", "_krylov")])
+def test_each_way_agrees_with_the_decomposition(name, way, shape, dtype, ways):
+    A = family(name, batch=max(1, torch.Size(shape).numel())).reshape(*shape, 90, 90).to(dtype)
+    same(A)
+    assert ways == [way]
+    same(-A, largest=False)
+    same(A.mT)
+
+
+def test_several_vectors(ways):
+    A = torch.stack(
+        [with_eigenvalues([3.0, 2.5, 2.0, *torch.linspace(1, -1, 87).tolist()], s) for s in (1, 2)]
+    )
+    same(A.float(), 3)
+    same(A.float(), 2, descending=False)
+    assert ways == ["_krylov"] * 2
+
+
+def test_a_batch_of_both_kinds(ways):
+    easy = family("spread", batch=3)
+    hard = with_eigenvalues([1.0, 1 - 1e-7, *torch.linspace(0.5, -0.5, 88).tolist()], 7)
+    same(torch.cat([easy, hard.unsqueeze(0)]), factor=1e9)
+    values, vectors = pmaf.ied(torch.cat([easy, hard.unsqueeze(0)]))
+    torch.testing.assert_close(values[:3], pmaf.ied(easy).values)
+    torch.testing.assert_close(vectors[:3], pmaf.ied(easy).vectors)
+    assert ways
+
+
+@pytest.mark.parametrize("top", [1.0, 0.3])
+def test_a_start_without_the_answer_in_it(top):
+    """The top eigenvector is exactly orthogonal to the start, and to every row's image."""
+    n = 96
+    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    start = torch.cat([start[:-1], start.new_zeros(1)])
+    q = torch.linalg.qr(torch.cat([start.unsqueeze(1), torch.randn(n, n - 1, dtype=T)], 1)).Q
+    hidden = torch.zeros(n, dtype=T)
+    hidden[-1] = 1
+    q = q - torch.outer(hidden, hidden @ q)
+    q = torch.linalg.qr(torch.cat([hidden.unsqueeze(1), q[:, : n - 1]], 1)).Q
+    values = torch.cat([torch.tensor([top + 0.2]), torch.linspace(top, -1, n - 1)]).to(T)
+    A = (q * values) @ q.mT
+    A = 0.5 * (A + A.mT)
+    torch.testing.assert_close(pmaf.ied(A).values, torch.tensor(top + 0.2, dtype=T))
+
+
+def test_two_blocks_of_which_the_longest_row_is_in_the_wrong_one():
+    small, large = 3.0 * torch.ones(20, 20, dtype=T), 2.0 * torch.ones(40, 40, dtype=T)
+    value, vector = pmaf.ied(torch.block_diag(small, large))
+    assert value == pytest.approx(80)
+    assert vector[:20].abs().max() < 1e-12
+
+
+def test_an_antisymmetric_part_that_the_first_glance_misses():
+    n = 300
+    x = fixed_rows(n, T, torch.device("cpu"))[0]
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(n, generator=g, dtype=T) for _ in range(2))
+    a, b = (v - x * (v @ x) / (x @ x) for v in (a, b))
+    S = family("dominant", n, batch=1)[0]
+    A = S + torch.outer(a, b) - torch.outer(b, a)
+    assert SymmetricPart(A.unsqueeze(0)).one_sided
+    same(A)
+
+
+def test_positive_matrices_that_are_far_from_rank_one(ways):
+    """Columns of a stochastic matrix sum to one, and so does its dominant eigenvalue."""
+    g = torch.Generator().manual_seed(4)
+    P = torch.rand(3, 30, 30, generator=g, dtype=T) * 0.2 + 0.01 + 10 * torch.eye(30).roll(1, 0)
+    P = P / P.sum(-2, keepdim=True)
+    found = pmaf.ied(P, symmetric=False)
+    torch.testing.assert_close(found.values, torch.ones(3, dtype=T))
+    same(P, symmetric=False)
+
+
+def test_nonsymmetric_matrices_with_and_without_a_dominant_eigenvalue(ways):
+    g = torch.Generator().manual_seed(5)
+    X = torch.randn(3, 40, 40, generator=g, dtype=T)
+    same(X.abs(), symmetric=False)
+    same(-X.abs(), symmetric=False)
+    assert ways == ["dominant"] * 2
+    y = torch.randn(40, 1, generator=g, dtype=T)
+    same(X + 3 * y @ y.mT, symmetric=False, factor=1e4)
+
+
+def test_second_derivatives_with_a_factor(ways):
+    A = family("spread", batch=1)[0]
+    direction = torch.randn(90, 90, generator=torch.Generator().manual_seed(6), dtype=T)
+
+    def second(solver):
+        t = torch.zeros((), dtype=T, requires_grad=True)
+        loss = pmaf.ied(A + t * direction, solver=solver).vectors.sum()
+        (first,) = torch.autograd.grad(loss, t, create_graph=True)
+        return torch.autograd.grad(first, t)[0]
+
+    torch.testing.assert_close(second(None), second(Dense()), rtol=1e-8, atol=0)
+    assert ways == ["_krylov"]
+
+
+@pytest.mark.parametrize("name", ["dominant", "spread"])
+def test_any_scale(name):
+    A = family(name)
+    vectors = pmaf.ied(A).vectors
+    for scale in (1e200, 1e-200):
+        B = (A * scale).requires_grad_()
+        found = pmaf.ied(B)
+        torch.testing.assert_close(found.vectors, vectors)
+
+
+def test_a_report_says_how_it_was_found():
+    problem = pmaf.PrincipalEigenvectors(family("dominant"))
+    solution = pmaf.solve(problem, solver=Adaptive(), gradient=Implicit())
+    assert solution.converged.all()
+    assert (solution.iterations > 0).all()
+    assert pmaf.certify(problem, solution).holds(1e-12).all()
+
+
+def test_a_run_without_stopping_test_is_careful_where_it_has_to_be():
+    """A zero matrix has no image to normalise; its entry alone keeps its start."""
+    A = torch.stack([with_eigenvalues([3.0, 1.0, 0.5]), torch.zeros(3, 3).to(T)])
+    solver = PowerIteration(iterations=80, stop=False, shift=0.0)
+    values, vectors = pmaf.ied(A, solver=solver)
+    torch.testing.assert_close(values, torch.tensor([3.0, 0.0], dtype=T))
+    assert torch.isfinite(vectors).all()
