@@ -108,8 +108,16 @@ def _slsqp(A: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
         r = A @ x - b
         return float(0.5 * (r @ r))
 
+    def differences(x: np.ndarray) -> np.ndarray:
+        # The forward differences SLSQP takes when it is given no gradient, in one product
+        # instead of n.
+        step = (x + np.sqrt(np.finfo(float).eps)) - x
+        r = A @ x - b
+        moved = r[:, None] + A * step
+        return 0.5 * (np.einsum("ij,ij->j", moved, moved) - r @ r) / step
+
     sphere = NonlinearConstraint(lambda x: float(x @ x), 1, 1)
-    x = minimize(objective, start, method="SLSQP", constraints=sphere).x
+    x = minimize(objective, start, method="SLSQP", jac=differences, constraints=sphere).x
     return x / np.linalg.norm(x)
 
 
