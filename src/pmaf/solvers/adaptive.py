@@ -124,15 +124,18 @@ _DENSE = Dense()
 
 # On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
 _TOLERANCE = 6.0
-# Entries of all matrices together, n² each: a decomposition takes about a tenth of a
-# microsecond for each, an attempt by power steps as long as some hundreds, one by Krylov
-# spaces as some ten thousands (benchmarks/ied_crossover.py).
+# Entries of all matrices together, n² each, from which an attempt is made: about where
+# "power" and "krylov" cross "dense" in benchmarks/ied_crossover.py, set by hand.
 _POWER_FROM = 12_000
-_GENERAL_FROM = 500  # `eig` takes ten times as long as `eigh`
+_GENERAL_FROM = 500  # `eig` takes longer than `eigh`
 _KRYLOV_FROM = 200_000
 _KRYLOV_SIZE = 224
 
 
 def _limit(n: int) -> int:
-    """Dimensions of a Krylov space that, in vain, cost a tenth or so of a decomposition."""
+    """Dimensions after which a Krylov space is given up; more of them save some and cost others.
+
+    With 85 at n = 256 a GOE matrix is found in time, and one with a gap of 1e-4 takes
+    longest of all: benchmarks/ied_crossover.py, "krylov" beside "dense".
+    """
     return min(n * n // 2000, 160)
