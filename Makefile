@@ -13,10 +13,7 @@ test-long: .venv/ready
 	$(BIN)/python -m pytest -m long -s
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/less_backward.py
-	$(BIN)/python benchmarks/ied_backward_memory.py
-	$(BIN)/python benchmarks/ied_gradient_error.py
-	$(BIN)/python benchmarks/ied_precision.py
+	$(BIN)/pmaf bench
 
 lint: .venv/ready
 	$(BIN)/ruff check .
