@@ -68,6 +68,8 @@ def forward_less(
 ) -> Outcome:
     """LESS on the unit sphere with tangents."""
     fixed = constant(A), constant(b), None if init is None else constant(init)
+    if decode(solver).keeps_factor:
+        solver = encode(Secular())  # whose basis the Newton steps are taken in
     found = Outcome(*torch.ops.pmaf.less(*fixed, solver, report, throw))
     helper, gap = found, found.gap
     if not decode(solver).keeps_basis:

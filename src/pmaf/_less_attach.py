@@ -9,11 +9,12 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf._less_rules import LessConditions
+from pmaf._linalg import matvec
 from pmaf._solve import announce
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
-from pmaf.solvers._base import decode
+from pmaf.solvers._base import decode, encode
 
 
 def attach(
@@ -57,8 +58,9 @@ def _less_fake(
     m, n = A.shape[-2:]
     batch = torch.broadcast_shapes(A.shape[:-2], b.shape[:-1])
     row = A.new_empty(batch)
-    keeps = decode(solver).keeps_basis
-    p, held = (min(m, n), A.shape[:-2]) if keeps else (0, batch)
+    method: Solver = decode(solver)
+    held = A.shape[:-2] if method.keeps_basis else batch
+    p = min(m, n) if method.keeps_basis else 0
     return (
         A.new_empty((*batch, n)),
         row,
@@ -66,14 +68,16 @@ def _less_fake(
         torch.empty_like(row),
         torch.empty_like(row, dtype=torch.int64),
         torch.empty_like(row, dtype=torch.bool),
-        A.new_empty((*held, p, n)),
+        A.new_empty((*held, n if method.keeps_factor else p, n)),
         A.new_empty((*held, p)),
     )
 
 
 @_less_op.register_vmap
 def _less_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    A, b, init, *rest = args
+    A, b, init, solver, *rest = args
+    if in_dims[0] is None:
+        solver = encode(decode(solver).sharing())
     rank = max(
         x.dim() - own - (axis is not None)
         for x, axis, own in zip((A, b, init), in_dims, (2, 1, 1))
@@ -92,8 +96,8 @@ def _less_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[
     if in_dims[0] is None and in_dims[1] is None:
         # Mapped over init alone: the problem is the same one each time.
         tensors[1] = lead(b.expand(info.batch_size, *b.shape), 0, 1)
-    outputs = torch.ops.pmaf.less(*tensors, *rest)
-    mapped_A = in_dims[0] is not None or outputs[6].shape[-2] == 0
+    outputs = torch.ops.pmaf.less(*tensors, solver, *rest)
+    mapped_A = in_dims[0] is not None or not decode(solver).keeps_basis
     return outputs, (*(0,) * 6, *(0 if mapped_A else None,) * 2)
 
 
@@ -131,9 +135,10 @@ class _Less(torch.autograd.Function):
         if incoming is None:
             return None, None, *nothing
         A, b, y, multiplier, *rest = ctx.saved_tensors
-        conditions = LessConditions(A, b, y, Helper(multiplier.unsqueeze(-1), *rest))
         needs = ctx.needs_input_grad[:2]
         with torch.autocast(A.device.type, enabled=False):
+            helper = Helper(multiplier.unsqueeze(-1), *rest)
+            conditions = LessConditions(A, b, y, matvec(A, y), helper)
             dA, db = ctx.gradient.pullback(conditions, incoming, needs)
         return (
             None if dA is None else dA.sum_to_size(A.shape),

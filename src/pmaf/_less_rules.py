@@ -17,33 +17,32 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
+from pmaf._gram_solve import factored_solve, gap_above, gram_product, spectral_solve
 from pmaf._linalg import dot, matvec, outer_sum
 from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
-from pmaf.spectrum import TangentSolver, gram_spectrum, merge_tolerance
+from pmaf.spectrum import gram_spectrum, promoted
 
 
 @dataclass(frozen=True)
 class _GramSystem:
-    """Bordered systems of `AᵀA + μI`, solved in an eigenbasis and refined against `A`."""
+    """Bordered systems of `AᵀA + μI`, solved with what the forward pass left behind."""
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
         shift, gap, basis, spread = helper
+        shift, y = shift.squeeze(-1), y.squeeze(-2)
+        if helper.factor is not None:
+            return factored_solve(matrix, shift, gap, basis, y, v)
         if basis.shape[-2] == 0:
             spectrum = gram_spectrum(matrix)
-            basis, spread = spectrum.basis, spectrum.spread
-            gap = shift.squeeze(-1) + spectrum.floor
-            rounding = merge_tolerance(gap.dtype) * spectrum.top
-            gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
-        solve = TangentSolver(basis, spread, gap, y.squeeze(-2))
-        z = solve(v.squeeze(-2))
-        # The basis may be that of a rounded Gram matrix; the residual is that of A.
-        rest = v - self.product(z.unsqueeze(-2), matrix, shift)
-        return (z + solve(rest.squeeze(-2))).unsqueeze(-2)
+            gap = gap_above(spectrum, shift)
+            return spectral_solve(matrix, shift, gap, spectrum.basis, spectrum.spread, y, v)
+        exact = promoted(matrix.dtype, basis.shape[-2], matrix.device)
+        return spectral_solve(matrix, shift, gap, basis, spread, y, v, refine=not exact)
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
-        return z @ matrix.mT @ matrix + shift.unsqueeze(-1) * z
+        return gram_product(matrix, shift.squeeze(-1), z)
 
     def pullback(
         self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
@@ -59,14 +58,14 @@ class LessConditions(NamedTuple):
     A: Tensor
     b: Tensor
     y: Tensor
+    image: Tensor  # Ay
     helper: Helper
 
     def residual(self) -> Tensor:
-        return matvec(self.A, self.y) - self.b
+        return self.image - self.b
 
     def multiplier(self) -> Tensor:
-        image = matvec(self.A, self.y)
-        return -dot(image, image - self.b)
+        return -dot(self.image, self.residual())
 
     def tangent_solve(self, v: Tensor) -> Tensor:
         shift = self.multiplier().unsqueeze(-1)

@@ -13,8 +13,11 @@ from pmaf._less_attach import attach
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._solve import Certificate, Solution, announce, require_rules
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.solvers import Auto, Outcome, Secular, Solver
+from pmaf.solvers import Auto, Cholesky, Outcome, Secular, Solver
 from pmaf.solvers._base import encode
+
+# From this many columns on a Cholesky factor is cheaper than an eigendecomposition.
+_SMALLEST_FACTORED = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,10 @@ class SphereLeastSquares:
 
     def best_solver(self) -> Solver:
         """What `Auto()` stands for."""
+        m, n = self.A.shape[-2:]
+        # One eigendecomposition serves all problems that share a matrix; a factor does not.
+        if m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape:
+            return Cholesky()
         return Secular()
 
     def certify(self, value: Tensor) -> Certificate:
@@ -120,7 +127,8 @@ class SphereLeastSquares:
             init = None if init is None else init.float()
         # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
-        b = b / self.radius
+        if self.radius != 1:
+            b = b / self.radius
         if isinstance(gradient, Unroll):
             errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
             if init is not None:
@@ -135,7 +143,8 @@ class SphereLeastSquares:
         else:
             text = encode(solver.resolve(self))
             outcome = attach(A, b, init, text, gradient, report, throw)
-        return Solution((self.radius * outcome.value).to(dtype), *outcome[1:6])
+        value = outcome.value if self.radius == 1 else self.radius * outcome.value
+        return Solution(value.to(dtype), *outcome[1:6])
 
     def _require_init(self, init: Tensor) -> None:
         errors.require_vector("init", init, "n")

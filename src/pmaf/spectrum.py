@@ -59,6 +59,26 @@ def small_gram(A: Tensor) -> Tensor:
     return A.mT @ A if A.shape[-2] >= A.shape[-1] else A @ A.mT
 
 
+def lower_gram(A: Tensor) -> Tensor:
+    """`AᵀA`, of which only the lower triangle counts: what `cholesky` and `eigh` read.
+
+    A large one is made of four block rows, which leaves out three eighths of the work.
+    """
+    n = A.shape[-1]
+    if n < _BLOCKED:
+        return A.mT @ A
+    gram = A.new_empty(*A.shape[:-2], n, n)
+    size = -(-n // 4)
+    for low in range(0, n, size):
+        high = min(low + size, n)
+        gram[..., low:high, :high] = A[..., low:high].mT @ A[..., :high]
+    return gram
+
+
+# Below this a product for each block row costs more than it saves.
+_BLOCKED = 256
+
+
 def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
     """From the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
     m, n = A.shape[-2:]
@@ -95,6 +115,51 @@ def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
         return Spectrum(basis, rise * (s + low), s[..., 0].square(), True), left, s
     basis = basis * (s > 0).unsqueeze(-1)
     return Spectrum(basis, s.square(), s.new_zeros(s.shape[:-1]), True), left, s
+
+
+def promoted(dtype: torch.dtype, p: int, device: torch.device) -> bool:
+    """Whether `AᵀA` or `AAᵀ` of order `p` is better formed and decomposed in float64.
+
+    Squaring costs no digits then, so nothing needs to be refined or done again: for small
+    matrices that is worth more than the shorter words.
+    """
+    return dtype == torch.float32 and p <= 32 and device.type != "mps"
+
+
+def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Tensor]:
+    """What `singular_spectrum` gives for a float32 matrix, from its copy in float64.
+
+    Returns the coefficients of `Aᵀb` in the basis as well.
+    """
+    m, n = A.shape[-2:]
+    squares, vectors = _eigh(gram)
+    rank_tolerance = max(m, n) * torch.finfo(torch.float32).eps
+    s = squares.clamp_min(0).sqrt()
+    top = s[..., -1:]
+    present = s > rank_tolerance * top
+    if m >= n:
+        spread = squares - squares[..., :1]
+        apart = spread > merge_tolerance(torch.float32) * top * (s + s[..., :1])
+        floor = (squares * present)[..., 0]
+        spectrum = Spectrum(vectors.mT, spread * apart, floor, True)
+        return spectrum, rmatvec(vectors, rmatvec(A, b))
+    left = vectors * s.reciprocal().masked_fill(~present, 0).unsqueeze(-2)
+    floor = squares.new_zeros(squares.shape[:-1])
+    spectrum = Spectrum(left.mT @ A, squares * present, floor, True)
+    return spectrum, rmatvec(vectors, b) * (s * present)
+
+
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh`, in closed form for two by two."""
+    if gram.shape[-1] != 2:
+        return torch.linalg.eigh(gram)
+    first, beside, _, last = gram.flatten(-2).unbind(-1)
+    half = 0.5 * (first - last)
+    middle, radius = last + half, torch.hypot(half, beside)
+    angle = 0.5 * torch.atan2(beside, half)
+    c, s = torch.cos(angle), torch.sin(angle)
+    vectors = torch.stack([-s, c, c, s], -1).unflatten(-1, (2, 2))
+    return torch.stack([middle - radius, middle + radius], -1), vectors
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
@@ -135,13 +200,16 @@ class TangentSolver:
     def __init__(self, basis: Tensor, spread: Tensor, gap: Tensor, y: Tensor) -> None:
         # Far below rounding: a spectrum from A itself resolves what its square does not.
         tiny = merge_tolerance(y.dtype) ** 2
+        p, n = basis.shape[-2:]
         low = gap.unsqueeze(-1)
         h = spread + low
-        scale = h.abs().amax(-1, keepdim=True)
-        lowest = (spread == 0) | (h.abs() <= tiny * scale)
+        size = h.abs()
+        scale = size.amax(-1, keepdim=True)
+        threshold = tiny * scale
+        lowest = (spread == 0) | (size <= threshold)
         self.basis, self.y, self.low, self.lowest = basis, y, low, lowest
-        self.complete = basis.shape[-1] == basis.shape[-2]
-        self.inverse = torch.where(lowest, 0, 1 / torch.where(lowest, 1, h))
+        self.complete = p == n
+        self.inverse = h.reciprocal().masked_fill(lowest, 0)
 
         self.y_in = matvec(basis, y)
         self.y_low = self.y_in * lowest
@@ -152,17 +220,17 @@ class TangentSolver:
         self.weighted = self.inverse * self.y_in
         q, s_yy = q.unsqueeze(-1), dot(self.weighted, self.y_in).unsqueeze(-1)
 
-        determinant = q + low * s_yy
-        regular = determinant.abs() > tiny * (q + scale * s_yy)
+        determinant = torch.addcmul(q, low, s_yy)
+        singular = determinant.abs() <= tiny * torch.addcmul(q, scale, s_yy)
         # Where d vanishes the solution is not unique: couple the other rows alone.
-        self.over_d = torch.where(regular, 1 / torch.where(regular, determinant, 1), 0)
-        self.fallback = torch.where(regular, 0, 1 / torch.where(s_yy > 0, s_yy, 1))
+        self.over_d = determinant.reciprocal().masked_fill(singular, 0)
+        self.fallback = s_yy.reciprocal().masked_fill(~(singular & (s_yy > 0)), 0)
         self.s_yy = s_yy
         # Within the lowest eigenspace v has a part along y, coupled to the other rows, and
         # a part across it. With one dimension there is nothing across, whatever rounding says.
-        self.several = y.shape[-1] - (~lowest).sum(-1, keepdim=True) > 1
-        self.over_q = 1 / torch.where(q > 0, q, 1)
-        self.over_low = torch.where(low.abs() > tiny * scale, 1 / torch.where(low == 0, 1, low), 0)
+        self.several = None if n - p > 1 else n - (~lowest).sum(-1, keepdim=True) > 1
+        self.over_q = q.reciprocal().masked_fill(q == 0, 0)
+        self.over_low = low.reciprocal().masked_fill(low.abs() <= threshold, 0)
 
     def __call__(self, v: Tensor) -> Tensor:
         v_in = matvec(self.basis, v)
@@ -172,15 +240,17 @@ class TangentSolver:
         if not self.complete:
             p = p + dot(self.y_rest, v_rest)
         p, s_vy = p.unsqueeze(-1), dot(self.weighted, v_in).unsqueeze(-1)
-        nu = (p + self.low * s_vy) * self.over_d + s_vy * self.fallback
+        nu = torch.addcmul(p, self.low, s_vy) * self.over_d + s_vy * self.fallback
         share = p * self.over_q
 
         def solve_lowest(y_low: Tensor, v_low: Tensor) -> Tensor:
-            along = torch.where(self.several, share * y_low, v_low)
+            along = share * y_low
+            if self.several is not None:
+                along = torch.where(self.several, along, v_low)
             coupled = (self.s_yy * along - s_vy * y_low) * self.over_d
-            return coupled + self.over_low * (v_low - along)
+            return torch.addcmul(coupled, self.over_low, v_low - along)
 
-        z_in = self.inverse * (v_in - nu * self.y_in) + solve_lowest(self.y_low, v_low)
+        z_in = torch.addcmul(solve_lowest(self.y_low, v_low), self.inverse, v_in - nu * self.y_in)
         z = rmatvec(self.basis, z_in)
         if not self.complete:
             z = z + solve_lowest(self.y_rest, v_rest)

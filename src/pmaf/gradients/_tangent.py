@@ -27,12 +27,12 @@ class Helper(NamedTuple):
 
     shift: Tensor  # (*, k), value of the shifts, to all the digits the solver has
     gap: Tensor  # (*,), smallest eigenvalue of H
-    basis: Tensor  # (*, p, n), eigenvectors of H as rows, or p = 0
+    basis: Tensor  # (*, p, n), eigenvectors of H as rows, or p = 0; or a triangular factor
     spread: Tensor  # (*, p), eigenvalues of H above the smallest
 
     @property
     def factor(self) -> Tensor | None:
-        """What there is instead of a basis if it has no eigenvalues: a Cholesky factor of `H`."""
+        """What there is instead of a basis if it has no eigenvalues: a triangular factor of `H`."""
         return self.basis if self.spread.shape[-1] < self.basis.shape[-2] else None
 
 

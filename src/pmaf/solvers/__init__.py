@@ -3,6 +3,7 @@
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
+from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.lanczos import Lanczos
 from pmaf.solvers.line_search import Backtracking, LineSearch, TangentDecay
@@ -15,6 +16,7 @@ __all__ = [
     "Adaptive",
     "Auto",
     "Backtracking",
+    "Cholesky",
     "Dense",
     "Lanczos",
     "LineSearch",

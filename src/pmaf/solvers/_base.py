@@ -20,8 +20,10 @@ class Outcome(NamedTuple):
     gap: Tensor
     iterations: Tensor
     converged: Tensor
-    basis: Tensor  # (*, p, n), eigenbasis of the Hessian if the solver `keeps_basis`, else p = 0
-    spread: Tensor  # (*, p), or empty: then what is in `basis` is a Cholesky factor
+    # (*, p, n) and (*, p): the eigenbasis of the Hessian if the solver `keeps_basis`, else p = 0;
+    # (*, n, n) and (*, 0): a triangular factor of it instead.
+    basis: Tensor
+    spread: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Solver(Configured):
 
     serves: ClassVar[tuple[str, ...]] = ()  # names of problem classes
     keeps_basis: ClassVar[bool] = False  # whether outcomes carry an eigenbasis
+    keeps_factor: ClassVar[bool] = False  # whether they carry a factor in its place
     unrollable: ClassVar[bool] = False  # whether autograd can follow its iterations
     certain: ClassVar[bool] = False  # whether it always converges, on a symmetric matrix
 
@@ -66,6 +69,10 @@ class Solver(Configured):
     def any_scale(self, problem: Any) -> bool:
         """Whether it copes with entries whose squares leave the range of the dtype."""
         return False
+
+    def sharing(self) -> Solver:
+        """The solver to use instead where many problems share one matrix."""
+        return self
 
     def advice(self) -> str:
         """What to try when this solver did not converge."""

@@ -11,7 +11,7 @@ Every root with `t ≥ 0` is a global minimiser, so `t` is the certificate as we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec
 from pmaf.errors import require_finite
 from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._loop import iterate
 from pmaf.spectrum import (
     Spectrum,
     TangentSolver,
     amplification,
     gram_spectrum,
+    promoted,
+    promoted_spectrum,
     singular_spectrum,
     small_gram,
 )
@@ -57,9 +58,11 @@ class Secular(Solver):
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         A, b = problem.A, problem.b
+        if promoted(A.dtype, min(A.shape[-2:]), A.device):
+            return self._promoted(A, b, init, report)
         gram = small_gram(A)
         g = rmatvec(A, b)
-        if _in_range(gram, g):
+        if in_range(gram, g):
             return self._direct(A, b, gram, g, init)
         require_finite(A=(A, 2), b=(b, 1))
         return self._rescaled(A, b, init)
@@ -77,6 +80,37 @@ class Secular(Solver):
         if trusted.all():
             return found
         return self._retry(A, b, g, init, found, ~trusted)
+
+    def _promoted(self, A: Tensor, b: Tensor, init: Tensor | None, report: bool) -> Outcome:
+        """A small float32 problem, solved in float64 and rounded once."""
+        dtype, eps = A.dtype, torch.finfo(A.dtype).eps
+        A, b = A.double(), b.double()
+        gram = small_gram(A)
+        if not torch.isfinite(gram.sum() + b.sum()):
+            require_finite(A=(A, 2), b=(b, 1))
+        spectrum, c = promoted_spectrum(A, b, gram)
+        noise = _ROUNDINGS * eps * spectrum.floor.sqrt() * norm(b)
+        init = None if init is None else init.double()
+        u, t, iterations, finished, _ = self._root(spectrum, c, noise, init, eps / 64)
+        u = u.to(dtype)
+        residual = torch.zeros_like(t)
+        if report:
+            y = u.double()
+            scale = spectrum.trace + norm(c)
+            scale = torch.where(scale > 0, scale, 1)
+            force = rmatvec(A, b - matvec(A, y))
+            residual = norm(sphere.tangent(y, force)) / scale
+            finished = finished & (residual <= _GOOD * eps)
+        return Outcome(
+            value=u,
+            multiplier=(t - spectrum.floor).to(dtype),
+            residual=residual.to(dtype),
+            gap=t.to(dtype),
+            iterations=iterations,
+            converged=finished,
+            basis=spectrum.basis.to(dtype),
+            spread=spectrum.spread.to(dtype),
+        )
 
     def _retry(
         self, A: Tensor, b: Tensor, g: Tensor, init: Tensor | None, found: Outcome, bad: Tensor
@@ -113,15 +147,17 @@ class Secular(Solver):
         init: Tensor | None,
     ) -> tuple[Outcome, Tensor]:
         """The solution in one eigenbasis, and whether that basis was good enough for it."""
-        u, t, iterations, finished, guessed = self._root(spectrum, c, noise, init)
+        u, t, iterations, finished, guessed = self._root(
+            spectrum, c, noise, init, torch.finfo(c.dtype).eps
+        )
         u, multiplier, residual, contracted = self._refine(A, b, g, spectrum, u, t)
-        good = residual <= 64 * torch.finfo(u.dtype).eps
+        good = residual <= _GOOD * torch.finfo(u.dtype).eps
         trusted = contracted & ~guessed
         if spectrum.exact:
             # The Rayleigh quotient is off by rounding of the largest curvature; this is not.
             multiplier = t - spectrum.floor
-        elif (t < spectrum.top / _TOO_STEEP).any():
-            trusted = trusted & (amplification(spectrum, t, u) <= _TOO_STEEP)
+        elif (t < spectrum.top / TOO_STEEP).any():
+            trusted = trusted & (amplification(spectrum, t, u) <= TOO_STEEP)
         outcome = Outcome(
             value=u,
             multiplier=multiplier,
@@ -135,7 +171,7 @@ class Secular(Solver):
         return outcome, trusted
 
     def _root(
-        self, spectrum: Spectrum, c: Tensor, noise: Tensor, init: Tensor | None
+        self, spectrum: Spectrum, c: Tensor, noise: Tensor, init: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The root of the secular equation for `Aᵀb` with coefficients `c` known up to `noise`.
 
@@ -143,35 +179,45 @@ class Secular(Solver):
         was taken for zero that is not.
         """
         basis, spread = spectrum.basis, spectrum.spread
-        eps = torch.finfo(c.dtype).eps
-        lowest = (spread == 0).expand_as(c)
+        lowest = spread == 0
         pull = norm(c * lowest)  # of b towards the smallest eigenspace
         tied = pull <= noise
+        hard = torch.zeros_like(tied)
+        partial = slack = c
+        if tied.any():
+            partial = torch.where(lowest, 0, c / torch.where(lowest, 1, spread))
+            slack = 1 - dot(partial, partial)
+            hard = tied & (slack > 0)
 
-        partial = torch.where(lowest, 0, c / torch.where(lowest, 1, spread))
-        slack = 1 - dot(partial, partial)
-        hard = tied & (slack > 0)
-
-        def step(state: _Multiplier) -> tuple[_Multiplier, Tensor]:
-            inverse = _inverse(spread + state.t.unsqueeze(-1))
-            u = c * inverse
-            size = norm(u)
-            slope = dot(u, u * inverse)
-            t = state.t + size.square() * (size - 1) / torch.where(slope > 0, slope, 1)
+        tiny = torch.finfo(c.dtype).tiny
+        t = torch.maximum(pull, norm(c) - spread.amax(-1)).clamp_min(tiny)
+        active = ~hard
+        iterations = torch.zeros_like(active, dtype=torch.int64)
+        # Sums over a leading dimension are several times faster, and there are two a step.
+        rise, pulls = (x.movedim(-1, 0).contiguous() for x in (spread.expand_as(c), c))
+        for _ in range(self.max_iterations):
+            inverse = (rise + t).reciprocal_()
+            weights = (pulls * inverse).square_()
+            square, slope = weights.sum(0), (weights * inverse).sum(0)
+            excess = square.sqrt() - 1
+            following = torch.addcdiv(t, square * excess, slope)
             # Newton climbs from the left bound; once it does not, rounding has the word.
-            done = (t <= state.t) | ((size - 1).abs() <= eps)
-            return _Multiplier(torch.maximum(t, state.t)), done
-
-        start = torch.maximum(pull, norm(c) - spread.amax(-1)).clamp_min(0)
-        start = torch.where(hard, torch.zeros_like(start), start)
-        run = iterate(step, _Multiplier(start), active=~hard, max_iterations=self.max_iterations)
-        t = run.state.t
-        smooth = c * _inverse(spread + t.unsqueeze(-1))
-        u = rmatvec(basis, torch.where(hard.unsqueeze(-1), partial, smooth))
+            moving = active & (following > t)
+            t = torch.where(moving, following, t)
+            iterations += active
+            active = moving & (excess > eps)
+            if not active.any():
+                break
+        u = c / (spread + t.unsqueeze(-1))
+        finished = hard | (~active & ((norm(u) - 1).abs() <= eps**0.5))
+        if tied.any():
+            t = torch.where(hard | (t == tiny), 0, t)
+            u = torch.where(hard.unsqueeze(-1), partial, u)
+        u = rmatvec(basis, u)
         if hard.any():
             height = torch.where(hard, slack, 0).sqrt().unsqueeze(-1)
             u = u + height * _lowest_direction(spectrum, u, init)
-        return sphere.project(u), t, run.iterations, run.finished, hard & (pull > 0)
+        return sphere.project(u), t, iterations, finished, hard & (pull > 0)
 
     def _refine(
         self, A: Tensor, b: Tensor, g: Tensor, spectrum: Spectrum, u: Tensor, t: Tensor
@@ -231,12 +277,11 @@ class Secular(Solver):
         return Outcome(*(x.to(dtype) if x.is_floating_point() else x for x in found))
 
 
-class _Multiplier(NamedTuple):
-    t: Tensor
-
-
 # A Gram matrix is not relied on where its rounding would be magnified more than this.
-_TOO_STEEP = 1e3
+TOO_STEEP = 1e3
+
+# A residual of no more than this, in units of eps, is a solution.
+_GOOD = 64
 
 # Rounding errors of a product, in units of eps, are taken to be no more than this.
 _ROUNDINGS = 8
@@ -245,7 +290,7 @@ _ROUNDINGS = 8
 _FAR = 200
 
 
-def _in_range(gram: Tensor, g: Tensor) -> bool:
+def in_range(gram: Tensor, g: Tensor) -> bool:
     """Whether nothing computed from these can overflow, underflow or be non-finite."""
     info = torch.finfo(gram.dtype)
     low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
@@ -274,9 +319,6 @@ def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> 
         usable = norm(shadow).unsqueeze(-1) > tolerance * norm(reference).unsqueeze(-1)
         chosen = torch.where(usable & ~found, shadow, chosen)
         found = found | usable
+        if found.all():
+            break
     return sphere.project(torch.where(found, chosen, fallback))
-
-
-def _inverse(h: Tensor) -> Tensor:
-    """`1/h`, zero where `h` is not positive."""
-    return torch.where(h > 0, 1 / torch.where(h > 0, h, 1), 0)

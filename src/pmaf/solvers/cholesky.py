@@ -1,0 +1,247 @@
+"""The global minimiser of least squares on the sphere, from Cholesky factors.
+
+A first factor, of `AᵀA` with little or no shift, opens a Krylov space in which the solution `u`
+and its multiplier `μ` are found to several digits (`_krylov.py`). A second one, of
+
+    K = AᵀA + μI + σuuᵀ,
+
+is what a Newton step against `A` itself needs, what the gradient needs, and the certificate:
+`AᵀA + μI` is positive definite exactly if `K` is and `σuᵀK⁻¹u < 1`. The rank-one term changes
+nothing in directions orthogonal to `u`, where the steps are taken, and keeps `K` regular where
+`AᵀA + μI` is nearly singular along `u`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import sphere
+from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf.errors import require_at_least
+from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers._krylov import guess, solve_factored
+from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
+from pmaf.spectrum import lower_gram
+
+if TYPE_CHECKING:
+    from pmaf.less import SphereLeastSquares
+
+
+@dataclass(frozen=True)
+class Cholesky(Solver):
+    """Global minimiser of LESS: a Cholesky factor, a few solves with it, and a second factor.
+
+    For matrices with at least as many rows as columns, each with a `b` of its own. Entries
+    whose solution is not proved global this way, or not to rounding (hard cases, `b = 0`,
+    ill-conditioned matrices), are handed to `Secular`.
+
+    Args:
+        max_iterations: limit on the vectors of the Krylov space; four to ten are taken.
+        rounds: limit on the Newton steps, with a factor each; nearly always one is taken.
+    """
+
+    serves = ("SphereLeastSquares",)
+    keeps_factor = True
+
+    max_iterations: int = 12
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("max_iterations", self.max_iterations, 1)
+        require_at_least("rounds", self.rounds, 1)
+
+    def solve(
+        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
+    ) -> Outcome:
+        batch, (m, n) = problem.batch_shape, problem.A.shape[-2:]
+        A = problem.A.expand(*batch, m, n).reshape(-1, m, n)
+        b = problem.b.expand(*batch, m).reshape(-1, m)
+        gram, g = lower_gram(A), rmatvec(A, b)
+        if m >= n and in_range(gram, g):
+            init = None if init is None else init.expand(*batch, n).reshape(-1, n)
+            found = self._solve_flat(A, b, gram, g, init, report)
+        else:
+            found = Secular().solve(problem, init=init, report=report)
+            flat = [x.reshape(len(A), *x.shape[len(batch) :]) for x in found[:6]]
+            found = _with_factor(Outcome(*flat, *found[6:]), gram)  # pyright: ignore[reportCallIssue]
+        return Outcome(*(x.reshape(batch + x.shape[1:]) for x in found))
+
+    def advice(self) -> str:
+        return "use Secular() or float64"
+
+    def sharing(self) -> Solver:
+        return Secular()
+
+    def _solve_flat(
+        self,
+        A: Tensor,
+        b: Tensor,
+        gram: Tensor,
+        g: Tensor,
+        init: Tensor | None,
+        report: bool,
+    ) -> Outcome:
+        mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+        start, steps = self._predict(A, gram, g, mean)
+        found = _newton(A, b, g, gram, mean, start)
+        for _ in range(1, self.rounds):
+            which = (found.near & ~found.done).nonzero().squeeze(-1)
+            if len(which) == 0:
+                break
+            point = _Point(found.u[which], found.mu[which])
+            again = _newton(A[which], b[which], g[which], gram[which], mean[which], point)
+            for old, new in zip(found, again):
+                old.index_copy_(0, which, new)
+        outcome = Outcome(
+            value=sphere.settle(found.u),
+            multiplier=found.mu,
+            residual=found.residual,
+            gap=torch.full_like(mean, torch.nan),
+            iterations=steps,
+            converged=found.done,
+            basis=found.factor.mT,
+            spread=mean.new_empty(len(mean), 0),
+        )
+        if report:
+            outcome = _reported(A, b, g, gram, outcome)
+        which = (~outcome.converged).nonzero().squeeze(-1)
+        if len(which) == 0:
+            return outcome
+        return _handed_over(A, b, gram, init, outcome, which)
+
+    def _predict(self, A: Tensor, gram: Tensor, g: Tensor, mean: Tensor) -> tuple[_Point, Tensor]:
+        """A point near the solution, and how many vectors it is made of."""
+        eps = torch.finfo(g.dtype).eps
+        pull = norm(g)
+        # Enough for a factor to exist, and not enough to notice.
+        shift = _ROUNDINGS * eps * A.shape[-1] * mean
+        if (pull > mean).any():
+            # The multiplier in the space of g alone, which is never above the true one.
+            image = matvec(A, g)
+            quotient = dot(image, image) / torch.where(pull > 0, pull, 1).square()
+            shift = torch.maximum(shift, pull - quotient)
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        kept = diagonal.clone()
+        diagonal.add_(shift.unsqueeze(-1))
+        factor, _ = torch.linalg.cholesky_ex(gram)
+        diagonal.copy_(kept)
+        found = guess(
+            factor,
+            g,
+            limit=min(self.max_iterations, A.shape[-1]),
+            tolerance=eps**_CLOSE,
+            spare=len(g) // _SPARE,
+        )
+        return _Point(found.u, shift + found.shift), found.steps
+
+
+class _Point(NamedTuple):
+    u: Tensor
+    mu: Tensor
+
+
+class _Step(NamedTuple):
+    """What a Newton step leads to, and what is known there."""
+
+    u: Tensor
+    mu: Tensor
+    residual: Tensor  # where the step started
+    factor: Tensor
+    near: Tensor  # whether another step may help
+    done: Tensor  # whether this was the last one, and ended in the global minimum
+
+
+# A gap of so many roundings of the trace is known to a few digits.
+_CLEAR = 1e3
+
+# Rounding errors of a product, in units of eps, are taken to be no more than this.
+_ROUNDINGS = 8
+
+# A Newton step this small, as a power of eps, leads to rounding: its square is far below.
+_CLOSE = 0.6
+
+# The Krylov space stops growing when no more than one entry in so many still needs it.
+_SPARE = 8
+
+
+def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: _Point) -> _Step:
+    """One Newton step on the optimality conditions, their residual taken from `A`."""
+    u, mu = start
+    n, eps = A.shape[-1], torch.finfo(u.dtype).eps
+    factor, regular = _bordered_factor(gram, mean, u, mu)
+    force, residual = _force(A, b, g, mean, u)
+    p = solve_factored(factor, force - mu.unsqueeze(-1) * u)
+    q = solve_factored(factor, u)
+    along = dot(u, q)
+    nu = dot(u, p) / along
+    step = p - nu.unsqueeze(-1) * q
+    size = norm(step)
+    # 1/(uᵀ(AᵀA + μI)⁻¹u), which is no smaller than the gap, as far above zero as rounding
+    # of AᵀA and of Aᵀb can push it: positive means definite.
+    curvature = (1 - mean * along) / along
+    noise = 2 * _ROUNDINGS * eps * ((n * mean).sqrt() * norm(b) + n * mean)
+    near = regular & (along > 0) & (size < 0.5) & (curvature > 0)
+    # Definite at μ is definite at μ + ν as far as rounding goes, if ν is no more than that.
+    sure = (curvature > noise) & (nu.abs() <= noise)
+    done = near & sure & (size <= eps**_CLOSE)
+    moved = sphere.project(u + step)
+    return _Step(moved, mu + nu, residual, factor, near, done)
+
+
+def _force(A: Tensor, b: Tensor, g: Tensor, mean: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """`Aᵀ(b − Au)`, and how much of it is not along `u`, relative to the problem."""
+    force = rmatvec(A, b - matvec(A, u))
+    return force, norm(sphere.tangent(u, force)) / (A.shape[-1] * mean + norm(g))
+
+
+def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> Outcome:
+    """What only a report needs: the residual at the end, and how large the gap is."""
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    force, residual = _force(A, b, g, mean, found.value)
+    multiplier = dot(found.value, force)
+    # The factor proves that the gap is positive; its size takes eigenvalues, and where they
+    # cancel to a few digits those of another kind.
+    gap = multiplier + torch.linalg.eigvalsh(gram)[:, 0]
+    clear = gap > _CLEAR * torch.finfo(g.dtype).eps * A.shape[-1] * mean
+    return found._replace(
+        multiplier=multiplier, residual=residual, gap=gap, converged=found.converged & clear
+    )
+
+
+def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of `K`, and whether it is one to rely on."""
+    K = torch.baddbmm(gram, (mean.unsqueeze(-1) * u).unsqueeze(-1), u.unsqueeze(-2))
+    diagonal = K.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(mu.unsqueeze(-1))
+    top = diagonal.amax(-1)
+    factor, info = torch.linalg.cholesky_ex(K)
+    pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
+    return factor, (info == 0) & (pivot.square() * TOO_STEEP >= top)
+
+
+def _handed_over(
+    A: Tensor, b: Tensor, gram: Tensor, init: Tensor | None, found: Outcome, which: Tensor
+) -> Outcome:
+    """Let `Secular` solve the entries `which`."""
+    from pmaf.less import SphereLeastSquares
+
+    problem = SphereLeastSquares(A[which], b[which])
+    start = None if init is None else init[which]
+    again = _with_factor(Secular().solve(problem, init=start), gram[which])
+    for old, new in zip(found, again):
+        old.index_copy_(0, which, new)
+    return found
+
+
+def _with_factor(found: Outcome, gram: Tensor) -> Outcome:
+    """A solution of `Secular` with a factor instead of a basis, zero where there is none."""
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    factor, regular = _bordered_factor(gram, mean, found.value, found.multiplier)
+    regular = regular & torch.isfinite(mean)
+    factor = torch.where(regular[:, None, None], factor, 0)
+    return found._replace(basis=factor.mT, spread=mean.new_empty(len(mean), 0))
