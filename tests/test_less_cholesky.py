@@ -1,0 +1,252 @@
+"""`Cholesky` against `Secular`: the same minimum, the same gradient, whoever finds it."""
+
+import pytest
+import torch
+
+import pmaf
+from pmaf.gradients import Implicit
+from pmaf.solvers import Auto, Cholesky, Secular
+from tests.less_cases import ALL, REGULAR, gaussian, hard
+from tests.test_less_conditioning import allowed, make
+
+T = torch.float64
+DTYPES = [torch.float32, torch.float64]
+
+
+def batch(count, m, n, length=1.0, dtype=T, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    A = torch.randn(count, m, n, generator=g, dtype=T).to(dtype)
+    return A, (length * torch.randn(count, m, generator=g, dtype=T)).to(dtype)
+
+
+def gradients(A, b, solver):
+    leaves = A.clone().requires_grad_(), b.clone().requires_grad_()
+    u = pmaf.less(*leaves, solver=solver)
+    weights = torch.cos(torch.arange(u.numel(), dtype=u.dtype)).reshape(u.shape)
+    return u, torch.autograd.grad((u * weights).sum(), leaves)
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """How many entries `Secular` was asked to solve, call by call."""
+    solve, counts = Secular.solve, []
+
+    def counted(self, problem, **options):
+        counts.append(problem.batch_shape.numel())
+        return solve(self, problem, **options)
+
+    monkeypatch.setattr(Secular, "solve", counted)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [0.0, 1e-6, 0.03, 0.3, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize(("m", "n"), [(40, 20), (24, 24), (300, 256), (20, 12)])
+def test_value_report_and_gradient(m, n, length, dtype):
+    A, b = batch(16, m, n, length, dtype)
+    eps = torch.finfo(dtype).eps
+    exact = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double()), solver=Secular())
+    problem = pmaf.SphereLeastSquares(A, b)
+    solution = pmaf.solve(problem, solver=Cholesky(), throw=True)
+    assert pmaf.certify(problem, solution).holds(16 * eps).all()
+    assert (solution.gap >= 0).all()
+    assert solution.residual.max() <= 16 * eps
+    scale = problem.scale()
+    assert ((solution.multiplier - exact.multiplier).abs() <= 200 * eps * scale).all()
+    assert ((solution.gap - exact.gap).abs() <= 200 * eps * scale).all()
+    best = problem.objective(exact.value.to(dtype))
+    value, found = gradients(A, b, Cholesky())
+    assert (problem.objective(value.detach()) <= best * (1 + 100 * eps) + eps * scale).all()
+    reference, expected = gradients(A.double(), b.double(), Secular())
+    # No worse than ten times what the other solver does in the same precision.
+    other, by_other = gradients(A, b, Secular())
+    for x, y, z in zip((value, *found), (other, *by_other), (reference, *expected)):
+        x, y, z = x.detach(), y.detach(), z.detach()
+        bound = 10 * (y - z).abs().max() + 1000 * eps * z.abs().max()
+        assert (x - z).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_every_named_case_is_certified(name, dtype):
+    A, b = (x.to(dtype) for x in ALL[name]())
+    problem = pmaf.SphereLeastSquares(A, b)
+    eps = torch.finfo(dtype).eps
+    solution = pmaf.solve(problem, solver=Cholesky(), throw=True)
+    assert pmaf.certify(problem, solution).holds(16 * eps)
+    assert solution.gap >= 0
+    torch.testing.assert_close(
+        pmaf.less(A, b, solver=Cholesky()),
+        pmaf.less(A, b, solver=Secular()),
+        rtol=0,
+        atol=2e3 * eps,
+    )
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_first_and_second_derivatives(name):
+    A, b = (x.requires_grad_() for x in REGULAR[name]())
+
+    def layer(A, b):
+        return pmaf.less(A, b, solver=Cholesky())
+
+    assert torch.autograd.gradcheck(layer, (A, b))
+    assert torch.autograd.gradgradcheck(layer, (A, b), atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "condition"), [(T, 1e6), (torch.float32, 1e3)])
+@pytest.mark.parametrize("length", [0.3, 0.99, 1.0, 1.01, 3.0])
+def test_ill_conditioned_matrices_lose_no_digits(dtype, condition, length):
+    A, b = (x.requires_grad_() for x in make(condition, length, 0.01, dtype))
+    v = torch.linspace(-1, 2, 5, dtype=dtype)
+    y = pmaf.less(A, b, solver=Cholesky())
+    found = (y, *torch.autograd.grad(y @ v, (A, b)))
+    inputs = (x.detach().double().numpy() for x in (A, b, v))
+    exact, bounds = allowed(*inputs, eps=torch.finfo(dtype).eps)
+    for x, truth, bound in zip(found, exact, bounds):
+        assert float((x.detach().double() - torch.from_numpy(truth)).norm()) <= 30 * bound
+
+
+def test_only_what_is_not_proved_is_handed_over(handed):
+    A, b = batch(64, 40, 20)
+    pmaf.less(A, b)
+    assert sum(handed) <= 4
+    handed.clear()
+    b[::2] = 0
+    pmaf.less(A, b)
+    assert 32 <= sum(handed) <= 36
+    handed.clear()
+    pmaf.less(A, 0 * b)
+    assert handed == [64]
+
+
+def test_a_direction_that_b_does_not_see_is_not_forgotten(handed):
+    """The Krylov space of b never meets the smallest singular vector; the factor does."""
+    left = torch.linalg.qr(torch.randn(40, 20, dtype=T, generator=torch.Generator()))[0]
+    s = torch.linspace(1, 2, 20, dtype=T)
+    s[0] = 0.5
+    A, b = left * s, 0.05 * left[:, 1:].sum(-1)
+    u = pmaf.less(A, b)
+    assert handed == [1]
+    assert u[0].abs() > 0.1
+    assert pmaf.certify(pmaf.SphereLeastSquares(A, b), u).holds(1e-13)
+    toward = torch.zeros(20, dtype=T)
+    toward[0] = -1
+    assert pmaf.less(A, b, init=toward)[0] < -0.1
+
+
+def test_entries_do_not_touch_each_other():
+    A, b = batch(12, 40, 20)
+    A[3] *= 1e-3
+    A[5, :, 0] *= 1e-7
+    b[7] = 0
+    A[9] = A[9, :, :1]
+    together, found = gradients(A, b, Auto())
+    for i in range(12):
+        alone, _ = gradients(A[i : i + 1], b[i : i + 1], Auto())
+        torch.testing.assert_close(together[i], alone[0], rtol=0, atol=1e-6)
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+def test_a_shared_matrix_is_decomposed_once(handed):
+    A, b = batch(6, 40, 20)
+    pmaf.less(A[0], b)
+    assert handed == [6]
+    handed.clear()
+    mapped = torch.func.vmap(lambda b: pmaf.less(A[0], b))(b)
+    assert handed == [6]
+    torch.testing.assert_close(mapped, pmaf.less(A[:1].expand(6, -1, -1).contiguous(), b))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e8, 1e30])
+def test_scale_changes_nothing(scale):
+    for dtype in DTYPES:
+        A, b = batch(4, 40, 20, dtype=dtype)
+        expected = pmaf.less(A, b, solver=Cholesky())
+        found = pmaf.less(A * scale, b * scale, solver=Cholesky())
+        torch.testing.assert_close(found, expected, rtol=0, atol=100 * torch.finfo(dtype).eps)
+
+
+# Tracing and compiling raise torch's own deprecation warnings.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_transforms():
+    A, b = batch(3, 24, 12)
+
+    def loss(A, b):
+        u = pmaf.less(A, b)
+        return (u * torch.arange(1.0, 13, dtype=T)).sum()
+
+    leaves = A.clone().requires_grad_(), b.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    per_sample = torch.func.vmap(torch.func.grad(loss, (0, 1)))(A, b)
+    for x, y in zip(per_sample, expected):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+    jacobian = torch.func.jacrev(pmaf.less)(A[0], b[0])
+    assert jacobian.shape == (12, 24, 12)
+    forward = torch.func.jacfwd(pmaf.less)(A[0], b[0])
+    torch.testing.assert_close(jacobian, forward, rtol=0, atol=1e-9)
+    over = torch.func.jacrev(torch.func.jacrev(loss, 1), 1)(A[0], b[0])
+    torch.testing.assert_close(over, torch.func.hessian(loss, 1)(A[0], b[0]), rtol=0, atol=1e-8)
+    both = torch.func.vmap(torch.func.jacrev(pmaf.less, 1))(A, b)
+    single = torch.stack([torch.func.jacrev(pmaf.less, 1)(x, y) for x, y in zip(A, b)])
+    torch.testing.assert_close(both, single, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_and_exported():
+    A, b = batch(3, 24, 12)
+    layer = torch.compile(pmaf.less, fullgraph=True, dynamic=True)
+    leaves = A.clone().requires_grad_(), b.clone().requires_grad_()
+    found = torch.autograd.grad(layer(*leaves).square()[:, 0].sum(), leaves)
+    expected = torch.autograd.grad(pmaf.less(*leaves).square()[:, 0].sum(), leaves)
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y)
+    program = torch.export.export(pmaf.LESS(), (A, b))
+    torch.testing.assert_close(program.module()(A, b), pmaf.less(A, b))
+
+
+def test_opcheck():
+    A, b = batch(3, 24, 12)
+    torch.library.opcheck(torch.ops.pmaf.less.default, (A, b, None, "Cholesky()", True, False))
+    found = torch.ops.pmaf.less(A, b, None, "Cholesky()", False, False)
+    y, multiplier, _, gap, _, _, factor, _ = found
+    arguments = (A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T))
+    torch.library.opcheck(torch.ops.pmaf.factored_solve.default, arguments)
+
+
+def test_the_backward_builds_nothing_larger_than_the_inputs():
+    from torch.profiler import ProfilerActivity, profile
+
+    A, b = (x.requires_grad_() for x in batch(50, 64, 32, dtype=torch.float32))
+    u = pmaf.less(A, b, gradient=Implicit())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        torch.autograd.grad(u.sum(), (A, b))
+    peak = current = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    assert peak <= 2 * 4 * (A.numel() + b.numel())
+
+
+def test_hard_case_and_ties_are_those_of_secular():
+    A, b = hard()
+    for init in (None, torch.ones(3, dtype=T), -torch.ones(3, dtype=T)):
+        options = {"solver": Cholesky(), "init": init}
+        torch.testing.assert_close(pmaf.less(A, b, **options), pmaf.less(A, b, init=init))
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="rounds must be an integer of at least 1"):
+        Cholesky(rounds=0)
+    with pytest.raises(ValueError, match="max_iterations must be"):
+        Cholesky(max_iterations=0)
+
+
+def test_few_vectors_and_rounds_still_end_in_the_minimum():
+    A, b = batch(8, 40, 20)
+    expected = pmaf.less(A, b, solver=Secular())
+    found = pmaf.less(A, b, solver=Cholesky(max_iterations=1, rounds=1))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    A, b = gaussian(20, 14, 0.5)
+    torch.testing.assert_close(pmaf.less(A, b), pmaf.less(A, b, solver=Secular()))
