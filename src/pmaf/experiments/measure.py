@@ -65,7 +65,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def memory() -> int | None:
+def free_memory() -> int | None:
     """Bytes of the machine's memory that are free to use, None where it does not say."""
     try:
         text = Path("/proc/meminfo").read_text()

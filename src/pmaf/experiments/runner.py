@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from pmaf.experiments.experiment import Cell, Experiment, Row, Scale
-from pmaf.experiments.measure import environment, memory
+from pmaf.experiments.measure import environment, free_memory
 from pmaf.experiments.store import Store, StoreError
 
 
@@ -205,7 +205,7 @@ def _outlived() -> None:
 
 def _limit_memory() -> None:
     """Fail an allocation that the machine cannot serve, rather than be killed for it."""
-    available = memory()
+    available = free_memory()
     if available is None:
         return
     import resource

@@ -125,8 +125,8 @@ class EigenPrecision(Experiment):
 
 def _seeds(quick: bool, n: int, solver: str) -> int:
     if solver == "SI" and n > 256:
-        return 2 if n == 512 else 1
-    return 2 if quick else 5 if n < 512 else 3
+        return 1
+    return 2 if quick else 3
 
 
 def _settings(rows: Sequence[Row]) -> str:
@@ -135,8 +135,8 @@ def _settings(rows: Sequence[Row]) -> str:
     words = f"Means are over {' or '.join(map(str, seeds))} seeds, five matrices each."
     if any(row.params["n"] > 256 for row in rows):
         words += (
-            " SI takes a full QR decomposition of every iterate: beyond 256 it has two seeds, or "
-            "one at 1024, of the Gaussian matrices only."
+            " SI takes a full QR decomposition of every iterate: beyond 256 it has one seed, "
+            "of the Gaussian matrices only."
         )
     return words
 
