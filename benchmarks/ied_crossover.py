@@ -15,6 +15,7 @@ the vector, and the gradient (relative), of eigh / of ours.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import warnings
 from collections.abc import Callable
@@ -23,15 +24,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _measure import environment, seconds, write_json
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 import pmaf
+from pmaf.experiments.measure import environment, seconds
+from pmaf.experiments.store import write_whole
 from pmaf.paper.ied import METHODS, matrices
 from pmaf.solvers import Dense, adaptive
+
+CPU = torch.device("cpu")
 
 
 def _gap(size: float) -> Callable[[int, int, torch.Generator], Tensor]:
@@ -175,7 +179,7 @@ def main() -> None:
         spent = 0.0
         while spent < options.seconds or len(times["ours"]) < 4:
             for name, method in methods.items():
-                times[name].append(seconds(lambda method=method: both(method)))
+                times[name].append(seconds(lambda method=method: both(method), CPU))
                 spent += times[name][-1]
         row: dict[str, Any] = {"family": family, "batch": batch, "n": n, "k": k}
         # The first run of each warms up.
@@ -203,9 +207,10 @@ def main() -> None:
         )
     console = Console(width=160)
     console.print(table)
-    console.print(environment())
+    console.print(environment(CPU))
     if options.json:
-        write_json(options.json, rows)
+        content = {"environment": environment(CPU), "rows": rows}
+        write_whole(options.json, json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

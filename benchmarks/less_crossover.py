@@ -13,6 +13,7 @@ of A and b.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import environment, peak_bytes, seconds, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import pmaf
+from pmaf.experiments.measure import environment, peak_bytes, seconds
+from pmaf.experiments.store import write_whole
 from pmaf.solvers import Cholesky, Secular
+
+CPU = torch.device("cpu")
 
 # Batch, rows, columns and the length of b: with fewer rows than columns the minimiser is not
 # unique for a short one.
@@ -58,7 +62,7 @@ def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
-            spent = seconds(run)
+            spent = seconds(run, CPU)
             if repeat:  # the first one warms up
                 times[name].append(spent)
     return {name: 1e3 * statistics.median(spent) for name, spent in times.items()}
@@ -89,7 +93,12 @@ def compare(batch: int, m: int, n: int, length: float, repeats: int) -> dict[str
         repeats,
     )
     held = (A.numel() + b.numel()) * A.element_size()
-    return {"size": [batch, m, n], "length": length, **found, "peak": peak_bytes(backward) / held}
+    return {
+        "size": [batch, m, n],
+        "length": length,
+        **found,
+        "peak": peak_bytes(backward, CPU) / held,
+    }
 
 
 def cross(n: int, repeats: int) -> dict[str, Any]:
@@ -136,9 +145,10 @@ def main() -> None:
         own, other = row["Cholesky"], row["Secular"]
         table.add_row(size_of(row), f"{own:.2f}", f"{other:.2f}", f"{own / other:.2f}")
     console.print(table)
-    console.print(environment())
+    console.print(environment(CPU))
     if options.json:
-        write_json(options.json, rows + crossing)
+        content = {"environment": environment(CPU), "rows": rows + crossing}
+        write_whole(options.json, json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":
