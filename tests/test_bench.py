@@ -10,6 +10,7 @@ from pmaf.bench.families import EIGEN, SQUARES
 from pmaf.bench.race import Competitor, race
 from pmaf.experiments import Row
 from pmaf.experiments.plots import DARK, drawn, picture
+from pmaf.paper import less as paper
 
 # A first-order method that stops early is what some of the races show.
 pytestmark = pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
@@ -132,10 +133,12 @@ def test_every_competitor_solves_the_problem():
     for name, competitor in eigen.COMPETITORS.items():
         found = competitor.solve(A)[0].detach().double()
         torch.testing.assert_close(found, value, rtol=1e-4, atol=0, msg=name)
-    A, b = SQUARES["outer"](2, 12, 4, torch.Generator().manual_seed(0))
+    # Gaussian problems of this shape are those on which all of the paper's methods converge.
+    problem = paper.problems(64, 32, range(3))
+    least = problem.objective(least_squares._ours(problem.A, problem.b)[0])
     for name, competitor in least_squares.COMPETITORS.items():
-        u = competitor.solve(A, b)[0]
-        expected = least_squares._lstsq(A, b)[0] if name == "Cholesky" else u
-        if name not in least_squares.UNCONSTRAINED:
-            expected = least_squares._ours(A, b)[0]
-        torch.testing.assert_close(u, expected, rtol=0, atol=2e-2, msg=name)
+        u = competitor.solve(problem.A, problem.b)[0]
+        if name in least_squares.UNCONSTRAINED:
+            torch.testing.assert_close(u, problem.unconstrained(), rtol=0, atol=1e-4, msg=name)
+        else:
+            torch.testing.assert_close(problem.objective(u), least, rtol=1e-4, atol=0, msg=name)

@@ -229,6 +229,17 @@ def test_the_backward_builds_nothing_larger_than_the_inputs():
     assert peak <= 2 * 4 * (A.numel() + b.numel())
 
 
+def test_a_gradient_along_the_solution_is_zero_at_no_extra_cost(monkeypatch):
+    def never(*_):
+        raise AssertionError("a decomposition was computed")
+
+    monkeypatch.setattr("pmaf._gram_solve.singular_spectrum", never)
+    for dtype in DTYPES:
+        A, b = (x.requires_grad_() for x in batch(50, 40, 20, dtype=dtype))
+        dA, db = torch.autograd.grad(pmaf.less(A, b).square().sum(), (A, b))
+        assert max(dA.abs().max(), db.abs().max()) <= 1e4 * torch.finfo(dtype).eps
+
+
 def test_hard_case_and_ties_are_those_of_secular():
     A, b = hard()
     for init in (None, torch.ones(3, dtype=T), -torch.ones(3, dtype=T)):

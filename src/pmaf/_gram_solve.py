@@ -79,17 +79,20 @@ def _factored_op(
     q = solve(y_row)
     q = q / dot(q, y_row).unsqueeze(-1)
 
-    def bordered(x: Tensor) -> Tensor:
-        p = solve(x)
+    def tangent(p: Tensor) -> Tensor:
         z = p - (p @ y_row.mT) * q
         return z - (z @ y_row.mT) * y_row
 
-    z = bordered(v)
+    eps = torch.finfo(v.dtype).eps
+    p = solve(v)
+    z = tangent(p)
+    # Of a v along y nothing is left but rounding, which does not contract.
+    rounding = (_ROUNDINGS * eps) ** 2 * dot(p, p)
     settled = torch.zeros_like(v[..., 0], dtype=torch.bool)
     for _ in range(_REFINEMENTS):
-        step = bordered(v - gram_product(A, shift, z))
+        step = tangent(solve(v - gram_product(A, shift, z)))
         z = z + step
-        settled = dot(step, step) <= torch.finfo(v.dtype).eps * dot(z, z)
+        settled = dot(step, step) <= torch.maximum(eps * dot(z, z), rounding)
         if settled.all():
             return z.contiguous()
     left = (~settled).any(-1)
@@ -100,6 +103,8 @@ def _factored_op(
     z[left] = spectral_solve(A, shift, gap, spectrum.basis, spectrum.spread, y, v)
     return z.contiguous()
 
+
+_ROUNDINGS = 64
 
 # Steps that do not contract in as many tries come from a factor that does not fit.
 _REFINEMENTS = 3
