@@ -27,7 +27,22 @@ class Adaptive(Solver):
     Krylov space and a Cholesky factorisation that proves its completeness; then `Dense()`.
     Each attempt costs little of what comes after it, and a vector is accepted only if its
     residual is that of a full decomposition.
+
+    Args:
+        power_from: Entries of all matrices together, n² each, from which power steps are
+            tried on symmetric ones; infinity for never.
+        general_from: The same for matrices that are not symmetric.
+        krylov_from: The same for a Krylov space.
+        krylov_size: The least n for a Krylov space.
+
+    The defaults are about where the attempts cross a decomposition in
+    `pmaf bench ied-crossover` on two cores; another machine may want others.
     """
+
+    power_from: float = 12_000
+    general_from: float = 500  # `eig` takes longer than `eigh`
+    krylov_from: float = 200_000
+    krylov_size: int = 224
 
     serves = ("PrincipalEigenvectors",)
     certain = True
@@ -39,7 +54,7 @@ class Adaptive(Solver):
         A = problem.A.reshape(-1, n, n)
         work = A.numel()
         tolerance = _TOLERANCE * torch.finfo(A.dtype).eps
-        if work >= _GENERAL_FROM and not problem.symmetric:
+        if work >= self.general_from and not problem.symmetric:
             A = A.contiguous()
 
             def product(x: Tensor) -> Tensor:
@@ -48,14 +63,16 @@ class Adaptive(Solver):
             found = dominant(A, product, product, tolerance, symmetric=False)
             if found is not None:
                 return _outcome(problem, found, report)
-        if work >= _POWER_FROM and problem.symmetric and (k == 1 or work >= _KRYLOV_FROM):
+        power = work >= self.power_from and k == 1
+        krylov = work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
+        if problem.symmetric and (power or krylov):
             part = SymmetricPart(A)
             found = None
-            if k == 1:
+            if power:
                 found = dominant(part.matrix, part, part.exact, tolerance, symmetric=True)
             if found is not None:
                 return _outcome(problem, found, report)
-            if work >= _KRYLOV_FROM and n >= _KRYLOV_SIZE and k <= n // 16:
+            if krylov:
                 both = _krylov(problem, part, tolerance)
                 if both is not None:
                     found, factor = both
@@ -64,7 +81,9 @@ class Adaptive(Solver):
         return _DENSE.solve(problem, report=report)
 
     def any_scale(self, problem: PrincipalEigenvectors) -> bool:
-        return problem.A.numel() < _POWER_FROM and _DENSE.any_scale(problem)
+        return problem.A.numel() < min(self.power_from, self.krylov_from) and _DENSE.any_scale(
+            problem
+        )
 
     def advice(self) -> str:
         return _DENSE.advice()
@@ -124,18 +143,12 @@ _DENSE = Dense()
 
 # On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
 _TOLERANCE = 6.0
-# Entries of all matrices together, n² each, from which an attempt is made: about where
-# "power" and "krylov" cross "dense" in benchmarks/ied_crossover.py, set by hand.
-_POWER_FROM = 12_000
-_GENERAL_FROM = 500  # `eig` takes longer than `eigh`
-_KRYLOV_FROM = 200_000
-_KRYLOV_SIZE = 224
 
 
 def _limit(n: int) -> int:
     """Dimensions after which a Krylov space is given up; more of them save some and cost others.
 
     With 85 at n = 256 a GOE matrix is found in time, and one with a gap of 1e-4 takes
-    longest of all: benchmarks/ied_crossover.py, "krylov" beside "dense".
+    longest of all: `pmaf bench ied-crossover`, "krylov" beside "dense".
     """
     return min(n * n // 2000, 160)
