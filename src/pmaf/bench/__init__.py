@@ -1,7 +1,10 @@
 """Races against everything a user would pick instead, each runnable alone by its name."""
 
-from pmaf.bench.eigen import EigenRace
+from pmaf.bench.crossover import EigenCrossover, LessCrossover
+from pmaf.bench.eigen import EigenRace, EigenvectorsRace
+from pmaf.bench.general import GeneralRace
 from pmaf.bench.least_squares import LessRace
+from pmaf.bench.memory import MemoryRace
 from pmaf.experiments import Collection
 
 _LEAD = (
@@ -18,5 +21,34 @@ BENCHMARKS = Collection(
     },
     source="target",
     extra="bench",
-    experiments=(LessRace(), EigenRace()),
+    experiments=(
+        LessRace(),
+        MemoryRace(
+            LessRace(),
+            {
+                "quick": [(1000, 2, 2), (256, 8, 64)],
+                "full": [
+                    (1000, 2, 2),
+                    (1000, 64, 32),
+                    (256, 128, 64),
+                    (100, 1024, 256),
+                    (5, 2048, 1024),
+                    (256, 8, 64),
+                    (256, 16, 128),
+                ],
+            },
+        ),
+        LessCrossover(),
+        EigenRace(),
+        MemoryRace(
+            EigenRace(),
+            {
+                "quick": [(5, 32), (5, 128)],
+                "full": [*((5, n) for n in (32, 128, 256, 512, 1024)), (1000, 2), (64, 128)],
+            },
+        ),
+        EigenvectorsRace(),
+        GeneralRace(),
+        EigenCrossover(),
+    ),
 )

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import pmaf
 from pmaf.bench.families import EIGEN
-from pmaf.bench.present import ratio, ratios_figure, ratios_table, rows_of, shape
-from pmaf.bench.race import Competitor, Result, race
-from pmaf.experiments import Cell, Experiment, Finding, Row, Scale, Section
+from pmaf.bench.present import Sweep, ratio, shape
+from pmaf.bench.race import Competitor, Judge, Race, Result, Task, mean
+from pmaf.experiments import Finding, Row, Scale
 from pmaf.paper.ied import METHODS
 
 STEPS = 100
 _SIMPLE = 1e-6
+_PAPER = ("PI-DDN-E", "PI-IFT-E", "SI-DDN-E", "SI-IFT-E")
 
 
-def _ours(A: Tensor) -> Result:
-    return tuple(pmaf.ied(A))
+def _ours(A: Tensor, k: int | None = None) -> Result:
+    return tuple(pmaf.ied(A, k))
 
 
-def _eigh(A: Tensor) -> Result:
+def _eigh(A: Tensor, k: int = 1) -> Result:
+    values, vectors = torch.linalg.eigh(A)
+    return values[..., -k:].flip(-1), vectors[..., -k:].flip(-1)
+
+
+def _eigh_one(A: Tensor) -> Result:
     values, vectors = torch.linalg.eigh(A)
     return values[..., -1], vectors[..., -1]
 
 
-def _lobpcg(A: Tensor) -> Result:
-    n = A.shape[-1]
-    start = torch.ones(*A.shape[:-1], 1, dtype=A.dtype, device=A.device)
-    start = start + torch.arange(n, dtype=A.dtype, device=A.device).unsqueeze(-1) / n
+def _lobpcg(A: Tensor, k: int = 1) -> Result:
+    generator = torch.Generator(A.device).manual_seed(1)
+    size = (*A.shape[:-1], k)
+    start = torch.randn(size, dtype=A.dtype, device=A.device, generator=generator)
     values, vectors = torch.lobpcg(A, X=start, largest=True)
-    return values[..., 0], vectors[..., 0]
+    return values, vectors
 
 
-def _unrolled(A: Tensor) -> Result:
+def unrolled(A: Tensor) -> Result:
     """Power iteration as people write it, differentiated by autograd."""
     y = torch.ones_like(A[..., :1])
     for _ in range(STEPS):
@@ -46,60 +53,66 @@ def _unrolled(A: Tensor) -> Result:
     return value, y.squeeze(-1)
 
 
-def _scipy_dense(A: Tensor) -> Result:
+def _scipy_dense(A: Tensor, k: int = 1) -> Result:
     from scipy.linalg import eigh
 
     n = A.shape[-1]
-    pairs = [eigh(a, subset_by_index=[n - 1, n - 1]) for a in A.detach().numpy()]
-    return _stacked(pairs)
+    return _stacked([eigh(a, subset_by_index=[n - k, n - 1]) for a in A.detach().numpy()])
 
 
-def _scipy_sparse(A: Tensor) -> Result:
+def _scipy_sparse(A: Tensor, k: int = 1) -> Result:
     from scipy.sparse.linalg import eigsh
 
-    return _stacked([eigsh(a, k=1, which="LA") for a in A.detach().numpy()])
+    return _stacked([eigsh(a, k=k, which="LA") for a in A.detach().numpy()])
 
 
 def _stacked(pairs: list[Any]) -> Result:
-    values = torch.stack([torch.as_tensor(value[0]) for value, _ in pairs])
-    return values, torch.stack([torch.as_tensor(vectors[:, 0]) for _, vectors in pairs])
+    """Values and vectors, ascending as SciPy has them, descending."""
+    values, vectors = (torch.stack([torch.as_tensor(part) for part in x]) for x in zip(*pairs))
+    return values.flip(-1), vectors.flip(-1)
 
 
-def _xitorch(A: Tensor) -> Result:
+def _xitorch(A: Tensor, k: int = 1) -> Result:
     from xitorch import LinearOperator
     from xitorch.linalg import symeig
 
-    values, vectors = symeig(LinearOperator.m(A, is_hermitian=True), neig=1, mode="uppest")
-    return values[..., 0], vectors[..., 0]
+    values, vectors = symeig(LinearOperator.m(A, is_hermitian=True), neig=k, mode="uppest")
+    return values.flip(-1), vectors.flip(-1)
+
+
+def paper_rows(symmetric: bool) -> dict[str, Competitor]:
+    """The paper's exploiting rows; SI orthogonalises n columns a hundred times."""
+    return {
+        name: Competitor(
+            lambda A, method=METHODS[name]: tuple(method(A, symmetric)),
+            largest=5 * 256**2 if name.startswith("SI") else float("inf"),
+        )
+        for name in _PAPER
+    }
 
 
 COMPETITORS: dict[str, Competitor] = {
     "ours": Competitor(_ours),
-    "eigh": Competitor(_eigh),
+    "eigh": Competitor(_eigh_one),
     "lobpcg": Competitor(_lobpcg),
     "scipy eigh": Competitor(_scipy_dense, differentiable=False, needs="scipy"),
     "scipy eigsh": Competitor(_scipy_sparse, differentiable=False, needs="scipy"),
     "xitorch": Competitor(_xitorch, largest=2e6, needs="xitorch"),
-    "unrolled PI": Competitor(_unrolled),
-    "PI-DDN-E": Competitor(lambda A: tuple(METHODS["PI-DDN-E"](A))),
-    "PI-IFT-E": Competitor(lambda A: tuple(METHODS["PI-IFT-E"](A))),
-    "SI-IFT-E": Competitor(lambda A: tuple(METHODS["SI-IFT-E"](A)), largest=5 * 256**2),
+    "unrolled PI": Competitor(unrolled),
+    **paper_rows(symmetric=True),
 }
-
-SHAPES: dict[str, list[tuple[int, int]]] = {
-    "quick": [(5, 8), (5, 32), (5, 128), (5, 256)],
-    "full": [
-        *((1, n) for n in (2, 8, 32, 128, 512, 2048)),
-        *((5, n) for n in (2, 3, 8, 32, 64, 128, 256, 512, 1024)),
-        *((64, n) for n in (2, 3, 8, 32, 128, 256)),
-        *((256, n) for n in (2, 8, 32, 128)),
-        *((1000, n) for n in (2, 3, 8, 32)),
-    ],
-}
-ERRORS = ("value error", "vector error", "gradient error")
+SIZES = (2, 3, 8, 16, 32, 64, 128, 256, 512, 1024)
+FIVE = Sweep("batch 5", lambda size: size[0] == 5)
+SWEEPS = (
+    Sweep("n to 64, batch 5", lambda size: size[0] == 5 and 8 <= size[1] <= 64),
+    Sweep("n from 128, batch 5", lambda size: size[0] == 5 and size[1] >= 128),
+    Sweep("batch, n = 8", lambda size: size[1] == 8, lambda size: size[0]),
+    Sweep("batch, n = 32", lambda size: size[1] == 32, lambda size: size[0]),
+    Sweep("batch, n = 128", lambda size: size[1] == 128, lambda size: size[0]),
+)
 
 
-class EigenRace(Experiment):
+class EigenRace(Race):
     name = "ied"
     title = "IED beside everything else"
     about = (
@@ -108,112 +121,130 @@ class EigenRace(Experiment):
         "eigh in float64: of the value relative to ‖A‖, of the vector up to sign, and of the "
         "gradient, relative."
     )
+    reduced = "three families, sizes to 256 at batch 5, and 0.3 s a competitor instead of 0.5 s."
+    competitors = COMPETITORS
+    families = tuple(EIGEN)
+    quick_families = ("paper", "wishart", "goe")
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]] = {
+        "quick": [(5, 8), (5, 32), (5, 128), (5, 256)],
+        "full": [
+            *((1, n) for n in (2, 8, 32, 128, 512, 2048)),
+            *((5, n) for n in SIZES),
+            *((64, n) for n in (2, 8, 32, 128, 256)),
+            *((256, n) for n in (2, 8, 32, 128)),
+            *((1000, n) for n in (2, 3, 8, 32)),
+        ],
+    }
+    errors = ("value error", "vector error", "gradient error")
+    sweeps = SWEEPS
+    axes = "batch×n"
+    panel = FIVE
+    k = 1
+    symmetric = True
 
-    def cells(self, scale: Scale) -> list[Cell]:
-        families = ("paper", "wishart", "goe") if scale == "quick" else tuple(EIGEN)
-        budget = 0.3 if scale == "quick" else 1.0
-        return [
-            Cell(
-                {"family": family, "shape": list(shape), "budget": budget},
-                1 + budget * len(COMPETITORS),
-            )
-            for family in families
-            for shape in SHAPES[scale]
-        ]
-
-    def measure(
-        self, device: torch.device, *, family: str, shape: list[int], budget: float
-    ) -> dict[str, Any]:
+    def task(self, family: str, shape: Sequence[int], device: torch.device) -> Task:
         batch, n = shape
         generator = torch.Generator().manual_seed(0)
         A = EIGEN[family](batch, n, generator).to(device).requires_grad_()
         c = torch.randn(n, generator=generator).to(device)
-        results = race(COMPETITORS, (A,), lambda out: _loss(out[1], c), device, budget)
-        truth = _truth(A.detach().double(), c.double())
-        return {name: _summary(result, truth) for name, result in results.items()}
+        return Task((A,), c)
 
-    def present(self, rows: Sequence[Row]) -> Section:
-        families = [family for family in EIGEN if rows_of(rows, family=family)]
-        names = list(COMPETITORS)
-        by_family = {
-            family: sorted(rows_of(rows, family=family), key=lambda row: row.params["shape"])
-            for family in families
-        }
-        panels = {
-            family: five
-            for family, found in by_family.items()
-            if (five := [row for row in found if row.params["shape"][0] == 5])
-        }
-        return Section(
-            findings=_findings(by_family),
-            figures=[
-                ratios_figure(
-                    "bench-ied",
-                    "Both passes at batch 5, as multiples of ours (forward alone for SciPy); "
-                    "above the line is slower than ours.",
-                    panels,
-                    names,
-                )
-            ]
-            if panels
-            else [],
-            tables=[
-                ratios_table(f"bench-ied-{family}", f"{family}, batch×n", found, names, ERRORS)
-                for family, found in by_family.items()
-            ],
-        )
+    def loss(self, outputs: Result, c: Tensor) -> Tensor:
+        return _loss(outputs[1], c)
+
+    def judge(self, task: Task) -> Judge:
+        truth = self.truth(task.inputs[0].detach().double(), task.c.double())
+        return partial(_errors, truth=truth, symmetric=self.symmetric)
+
+    def truth(self, A: Tensor, c: Tensor) -> dict[str, Tensor]:
+        """Values, vectors and the gradient in the precision of `A`."""
+        return symmetric_truth(A, c, self.k)
+
+    def findings(self, by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+        return [*_against_eigh(by_family), *_against_paper(by_family), *_worst(by_family)]
+
+
+class EigenvectorsRace(EigenRace):
+    name = "ied-k"
+    title = "The top four eigenvectors beside everything else"
+    about = (
+        "The top four eigenpairs of symmetric matrices and the gradient of Σ j(cᵀyⱼ)², "
+        "otherwise as above."
+    )
+    competitors: ClassVar[Mapping[str, Competitor]] = {
+        "ours": Competitor(partial(_ours, k=4)),
+        "eigh": Competitor(partial(_eigh, k=4)),
+        "lobpcg": Competitor(partial(_lobpcg, k=4)),
+        "scipy eigh": Competitor(partial(_scipy_dense, k=4), differentiable=False, needs="scipy"),
+        "scipy eigsh": Competitor(partial(_scipy_sparse, k=4), differentiable=False, needs="scipy"),
+        "xitorch": Competitor(partial(_xitorch, k=4), largest=2e6, needs="xitorch"),
+    }
+    families = ("paper", "wishart", "goe", "gap-1e-2")
+    quick_families = ("wishart",)
+    reduced = "one family, two sizes."
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]] = {
+        "quick": [(5, 32), (5, 128)],
+        "full": [(5, n) for n in (8, 32, 64, 128, 256, 512, 1024)],
+    }
+    sweeps = SWEEPS[:2]
+    k = 4
+
+    def findings(self, by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+        return _worst(by_family, "IED, k = 4")
 
 
 def _loss(y: Tensor, c: Tensor) -> Tensor:
-    """Does not depend on the sign of the vector."""
-    return (y @ c).square().sum()
+    """Does not depend on the signs of the vectors."""
+    if y.dim() == 2:
+        return (y @ c).square().sum()
+    along = c @ y
+    weights = torch.arange(1, along.shape[-1] + 1, device=c.device)
+    return (weights * along.square()).sum()
 
 
-def _truth(A: Tensor, c: Tensor) -> dict[str, Tensor]:
-    """Value, vector and gradient from a whole decomposition, without autograd."""
-    values, vectors = torch.linalg.eigh(A)
-    y, top = vectors[..., -1], values[..., -1:]
-    distances = top - values
-    weights = torch.where(distances > 0, 1 / distances, 0)  # also drops y itself
-    z = (vectors * (weights * (c @ vectors)).unsqueeze(-2)).sum(-1)
-    half = ((y @ c).unsqueeze(-1) * z).unsqueeze(-1) * y.unsqueeze(-2)
+def symmetric_truth(A: Tensor, c: Tensor, k: int) -> dict[str, Tensor]:
+    """From a whole decomposition, without autograd."""
+    values, vectors = (x.flip(-1) for x in torch.linalg.eigh(A))
+    along = c @ vectors
+    gradient = torch.zeros_like(A)
+    for j in range(k):
+        distances = values[..., j : j + 1] - values
+        weights = torch.where(distances != 0, 1 / distances, 0)  # also drops the vector itself
+        z = vectors @ (weights * along).unsqueeze(-1)
+        half = (j + 1) * along[..., j, None, None] * z * vectors[..., None, :, j]
+        gradient += half + half.mT
     norm = values.abs().amax(-1)
+    gaps = values[..., :k] - values[..., 1 : k + 1]
     return {
-        "value": values[..., -1],
+        "values": values[..., :k],
         "norm": norm,
-        # Where the top eigenvalue repeats there is no vector to compare with.
-        "simple": (values[..., -1] - values[..., -2]) > _SIMPLE * norm,
-        "vector": y,
-        "gradient": half + half.mT,
+        # Where an eigenvalue repeats there is no vector to compare with.
+        "simple": gaps.amin(-1) > _SIMPLE * norm,
+        "vectors": vectors[..., :k],
+        "gradient": gradient,
     }
 
 
-def _summary(result: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, Any]:
-    """Times and errors of a competitor, ready to save."""
-    if "skipped" in result:
-        return result
-    value, y = (x.double() for x in result["outputs"])
-    sign = (y * truth["vector"]).sum(-1, keepdim=True).sign()
+def _errors(
+    outputs: Result, gradients: Result | None, truth: dict[str, Tensor], symmetric: bool
+) -> dict[str, float | None]:
+    exact, simple = truth["vectors"], truth["simple"]
+    values = outputs[0].double().reshape(truth["values"].shape)
+    vectors = outputs[1].double().reshape(exact.shape)
+    signs = (vectors * exact).sum(-2, keepdim=True).sign()
     found = {
-        "forward": result["forward"],
-        "backward": result["backward"],
-        "value error": _mean((value - truth["value"]).abs() / truth["norm"]),
-        "vector error": _mean((sign * y - truth["vector"]).norm(dim=-1)[truth["simple"]]),
+        "value error": mean((values - truth["values"]).abs().amax(-1) / truth["norm"]),
+        "vector error": mean((signs * vectors - exact).norm(dim=(-2, -1))[simple]),
     }
-    if result["gradients"] is not None:
-        G = result["gradients"][0].double()
-        G = 0.5 * (G + G.mT)  # of a symmetric matrix only this part has a meaning
-        exact = truth["gradient"]
-        error = (G - exact).flatten(1).norm(dim=-1) / exact.flatten(1).norm(dim=-1)
-        found["gradient error"] = _mean(error[truth["simple"]])
+    if gradients is not None:
+        G, wanted = gradients[0].double(), truth["gradient"]
+        G = 0.5 * (G + G.mT) if symmetric else G  # only this part has a meaning
+        error = (G - wanted).norm(dim=(-2, -1)) / wanted.norm(dim=(-2, -1))
+        found["gradient error"] = mean(error[simple])
     return found
 
 
-def _mean(x: Tensor) -> float | None:
-    return float(x.mean()) if x.numel() and bool(x.isfinite().all()) else None
-
-
-def _findings(by_family: dict[str, list[Row]]) -> list[Finding]:
+def _against_eigh(by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
     findings = []
     targets = {32: 1.2, 128: 4.0, 256: 8.0, 512: 15.0, 1024: 15.0}
     for row in by_family.get("paper", []):
@@ -228,25 +259,53 @@ def _findings(by_family: dict[str, list[Row]]) -> list[Finding]:
                     speed >= targets[n],
                 )
             )
-    worst: dict[str, tuple[float, str]] = {}
-    for family, rows in by_family.items():
-        for row in rows:
-            speed = ratio(row.values, "eigh", "both")
-            if speed is not None:
-                large = row.params["shape"][-1] >= 512
-                key = "n of 512 and more" if large else "any size"
-                for group in {key, "any size"}:
-                    entry = (speed, f"{family}, {shape(row)}")
-                    worst[group] = min(worst.get(group, entry), entry)
-    for group, target in (("any size", 0.9), ("n of 512 and more", 3.0)):
-        if group in worst:
-            speed, where = worst[group]
-            findings.append(
-                Finding(
-                    f"IED, all families, {group}: both passes against eigh, least",
-                    f"at least {target:g}×",
-                    f"{speed:.2f}× ({where})",
-                    speed >= target,
-                )
-            )
     return findings
+
+
+def _against_paper(by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+    """The fastest of the paper's exploiting rows, where it is closest to ours."""
+    speeds = [
+        (min(found), shape(row))
+        for row in by_family.get("paper", [])
+        if row.params["shape"][0] == 5 and row.params["shape"][1] >= 32
+        if (found := [x for name in _PAPER if (x := ratio(row.values, name, "both")) is not None])
+    ]
+    if not speeds:
+        return []
+    speed, where = min(speeds)
+    return [
+        Finding(
+            "IED, the paper's data, batch 5, n of 32 and more: against the paper's rows, least",
+            "at least 4×",
+            f"{speed:.1f}× ({where})",
+            speed >= 4,
+        )
+    ]
+
+
+def _worst(by_family: Mapping[str, Sequence[Row]], what: str = "IED") -> list[Finding]:
+    """Where eigh is closest to ours, or ahead of it."""
+    speeds = [
+        (speed, f"{family}, {shape(row)}", row.params["shape"][-1], family)
+        for family, rows in by_family.items()
+        for row in rows
+        if (speed := ratio(row.values, "eigh", "both")) is not None
+    ]
+    groups = {
+        "any size": (0.9, speeds),
+        "n of 512 and more": (3.0, [entry for entry in speeds if entry[2] >= 512]),
+        "a gap of 0.3, n of 512 and more": (
+            10.0,
+            [entry for entry in speeds if entry[2] >= 512 and entry[3] in ("gap-0.3", "spiked")],
+        ),
+    }
+    return [
+        Finding(
+            f"{what}, all families, {group}: both passes against eigh, least",
+            f"at least {target:g}×",
+            f"{min(found)[0]:.2f}× ({min(found)[1]})",
+            min(found)[0] >= target,
+        )
+        for group, (target, found) in groups.items()
+        if found
+    ]

@@ -70,6 +70,28 @@ EIGEN: dict[str, Eigen] = {
 }
 
 
+def _stochastic(batch: int, n: int, generator: torch.Generator) -> Tensor:
+    """Random walks with restart on random graphs of eight links a node, by columns."""
+    W = (torch.rand(batch, n, n, generator=generator) < min(0.5, 8 / n)).float()
+    W = W + torch.roll(torch.eye(n), 1, 0)  # nobody is without a link
+    return 0.85 * W / W.sum(-2, keepdim=True) + 0.15 / n
+
+
+def _spiked_general(batch: int, n: int, generator: torch.Generator) -> Tensor:
+    """Noise in a disk of radius one, and one eigenvalue near three."""
+    x = torch.nn.functional.normalize(torch.randn(batch, n, 1, generator=generator), dim=-2)
+    noise = torch.randn(batch, n, n, generator=generator) / n**0.5
+    return noise + 3 * x @ (x + 0.1 * torch.randn(x.shape, generator=generator)).mT
+
+
+# Not symmetric, with a real eigenvalue ahead of all others.
+GENERAL: dict[str, Eigen] = {
+    "paper": lambda batch, n, generator: matrices(n, batch=batch, symmetric=False),
+    "stochastic": _stochastic,
+    "spiked": _spiked_general,
+}
+
+
 def _scaled(length: float) -> Squares:
     """Standard normal A, and b such that ‖A⁺b‖ is about `length`."""
 

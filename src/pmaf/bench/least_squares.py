@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import pmaf
 from pmaf.bench.families import SQUARES
-from pmaf.bench.present import ratio, ratios_figure, ratios_table, rows_of, seconds, shape
-from pmaf.bench.race import Competitor, Result, race
-from pmaf.experiments import Cell, Experiment, Finding, Row, Scale, Section
+from pmaf.bench.present import Sweep, ratio, seconds, shape
+from pmaf.bench.race import Competitor, Judge, Race, Result, Task, mean
+from pmaf.experiments import Finding, Row, Scale
 from pmaf.gradients import DDN, Gradient, Unroll
 from pmaf.paper import less
 
@@ -75,25 +75,9 @@ COMPETITORS: dict[str, Competitor] = {
         _scipy("trust-constr"), differentiable=False, largest=2e3, needs="scipy"
     ),
 }
-SHAPES: dict[str, list[tuple[int, int, int]]] = {
-    "quick": [(1000, 2, 2), (64, 64, 32), (256, 8, 64)],
-    "full": [
-        (1, 8, 3),
-        (5, 64, 32),
-        (64, 8, 3),
-        (1000, 2, 2),
-        (1000, 64, 32),
-        (256, 128, 64),
-        (100, 1024, 256),
-        (5, 2048, 1024),
-        (256, 8, 64),
-        (256, 16, 128),
-    ],
-}
-ERRORS = ("objective error", "gradient error")
 
 
-class LessRace(Experiment):
+class LessRace(Race):
     name = "less"
     title = "LESS beside everything else"
     about = (
@@ -103,119 +87,116 @@ class LessRace(Experiment):
         "alternative. The error of the objective is relative to the global minimum, that of the "
         "gradient to the certified solution's in float64; means over the batch."
     )
+    reduced = "two families, three shapes, and 0.3 s a competitor instead of 0.5 s."
+    competitors = COMPETITORS
+    families = tuple(SQUARES)
+    quick_families = ("inner", "outer")
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]] = {
+        "quick": [(1000, 2, 2), (64, 64, 32), (256, 8, 64)],
+        "full": [
+            *((5, 2 * n, n) for n in (2, 3, 8, 32, 128, 512, 1024)),
+            *((batch, 64, 32) for batch in (1, 64, 256, 1000)),
+            *((batch, 2, 2) for batch in (1, 64, 256, 1000)),
+            (256, 128, 64),
+            (100, 1024, 256),
+            (256, 8, 64),
+            (256, 16, 128),
+        ],
+    }
+    errors = ("objective error", "gradient error")
+    sweeps = (
+        Sweep("n to 32, 5×2n×n", lambda size: _tall_five(size) and size[-1] <= 32),
+        Sweep("n from 32, 5×2n×n", lambda size: _tall_five(size) and size[-1] >= 32),
+        Sweep("batch, 2×2", lambda size: tuple(size[1:]) == (2, 2), lambda size: size[0]),
+        Sweep("batch, 64×32", lambda size: tuple(size[1:]) == (64, 32), lambda size: size[0]),
+    )
+    axes = "batch×m×n"
+    panel = Sweep("5×2n×n", lambda size: _tall_five(size))
 
-    def cells(self, scale: Scale) -> list[Cell]:
-        families = ("inner", "outer") if scale == "quick" else tuple(SQUARES)
-        budget = 0.3 if scale == "quick" else 1.0
-        return [
-            Cell(
-                {"family": family, "shape": list(shape), "budget": budget},
-                2 + budget * len(COMPETITORS),
-            )
-            for family in families
-            for shape in SHAPES[scale]
-        ]
-
-    def measure(
-        self, device: torch.device, *, family: str, shape: list[int], budget: float
-    ) -> dict[str, Any]:
+    def task(self, family: str, shape: Sequence[int], device: torch.device) -> Task:
         batch, m, n = shape
         generator = torch.Generator().manual_seed(0)
         A, b = (x.to(device) for x in SQUARES[family](batch, m, n, generator))
         c = torch.randn(n, generator=generator).to(device)
-        inputs = (A.requires_grad_(), b.requires_grad_())
-        results = race(COMPETITORS, inputs, lambda out: (out[0] @ c).sum(), device, budget)
-        exact = tuple(x.detach().double().requires_grad_() for x in inputs)
+        return Task((A.requires_grad_(), b.requires_grad_()), c)
+
+    def loss(self, outputs: Result, c: Tensor) -> Tensor:
+        return (outputs[0] @ c).sum()
+
+    def judge(self, task: Task) -> Judge:
+        exact = tuple(x.detach().double().requires_grad_() for x in task.inputs)
         problem = pmaf.SphereLeastSquares(exact[0].detach(), exact[1].detach())
         solution = pmaf.solve(problem, throw=True)
         least = problem.objective(solution.value)
-        truth = torch.autograd.grad((pmaf.less(*exact) @ c.double()).sum(), exact)
+        (truth,) = torch.autograd.grad((pmaf.less(*exact) @ task.c.double()).sum(), exact[:1])
+        # The objective relative to where it starts, lest a tiny minimum blow it up.
+        scale = torch.maximum(least, 0.5 * problem.b.square().sum(-1))
         # Where the minimiser is not unique up to the rounding of the data there is no gradient.
         spread = torch.linalg.matrix_norm(problem.A, 2).square()
-        unique = solution.gap > torch.finfo(A.dtype).eps ** 0.5 * spread
-        found = {}
-        for name, result in results.items():
-            if "skipped" in result:
-                found[name] = result
-                continue
-            entry = {"forward": result["forward"], "backward": result["backward"]}
-            if name not in UNCONSTRAINED:
-                u = result["outputs"][0].double()
-                # The objective relative to where it starts, lest a tiny minimum blow it up.
-                scale = torch.maximum(least, 0.5 * problem.b.square().sum(-1))
-                entry["objective error"] = _mean((problem.objective(u) - least).abs() / scale)
-                if result["gradients"] is not None:
-                    error = (result["gradients"][0].double() - truth[0]).flatten(1).norm(dim=-1)
-                    norms = truth[0].flatten(1).norm(dim=-1)
-                    entry["gradient error"] = _mean((error / norms)[unique])
-            found[name] = entry
+        unique = solution.gap > torch.finfo(task.c.dtype).eps ** 0.5 * spread
+
+        def judge(outputs: Result, gradients: Result | None) -> dict[str, float | None]:
+            above = (problem.objective(outputs[0].double()) - least).abs()
+            found = {"objective error": mean(above / scale)}
+            if gradients is not None:
+                error = (gradients[0].double() - truth).norm(dim=(-2, -1))
+                found["gradient error"] = mean((error / truth.norm(dim=(-2, -1)))[unique])
+            return found
+
+        return judge
+
+    def measure(
+        self, device: torch.device, *, family: str, shape: list[int], budget: float
+    ) -> dict[str, Any]:
+        found = super().measure(device, family=family, shape=shape, budget=budget)
+        for name in UNCONSTRAINED:  # another problem, hence another solution
+            for error in self.errors:
+                found.get(name, {}).pop(error, None)
         return found
 
-    def present(self, rows: Sequence[Row]) -> Section:
-        by_family = {
-            family: sorted(found, key=lambda row: row.params["shape"])
-            for family in SQUARES
-            if (found := rows_of(rows, family=family))
-        }
-        names = list(COMPETITORS)
-        return Section(
-            findings=_findings(by_family),
-            figures=[
-                ratios_figure(
-                    "bench-less",
-                    "Both passes as multiples of ours (forward alone for SciPy); above the line "
-                    "is slower than ours.",
-                    by_family,
-                    names,
-                )
-            ]
-            if by_family
-            else [],
-            tables=[
-                ratios_table(f"bench-less-{family}", f"{family}, batch×m×n", found, names, ERRORS)
-                for family, found in by_family.items()
-            ],
-        )
+    def findings(self, by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+        return _findings(by_family)
 
 
-def _mean(x: Tensor) -> float | None:
-    return float(x.mean()) if x.numel() and bool(x.isfinite().all()) else None
+def _tall_five(size: Sequence[int]) -> bool:
+    return size[0] == 5 and size[1] == 2 * size[2]
 
 
-def _findings(by_family: dict[str, list[Row]]) -> list[Finding]:
+# Where the promise about lstsq is made.
+NAMED = (
+    "1000×2×2",
+    "1000×64×32",
+    "256×128×64",
+    "100×1024×256",
+    "5×2048×1024",
+    "256×8×64",
+    "256×16×128",
+)
+
+
+def _findings(by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+    """The dearest family of every shape."""
+    rows = [(family, row) for family, found in by_family.items() for row in found]
     findings = []
-    slowest: dict[str, tuple[float, str]] = {}
-    dearest: tuple[float, str] | None = None
-    for family, rows in by_family.items():
-        for row in rows:
-            where = f"{family}, {shape(row)}"
-            speed = ratio(row.values, "lstsq", "forward")
-            if speed is not None:
-                entry = (1 / speed, where)
-                slowest["lstsq"] = max(slowest.get("lstsq", entry), entry)
-            forward = seconds(row.values, "ours", "forward")
-            backward = seconds(row.values, "ours", "backward")
-            if forward is not None and backward is not None:
-                entry = (backward / forward, where)
-                dearest = max(dearest or entry, entry)
-    if slowest:
-        value, where = slowest["lstsq"]
-        findings.append(
-            Finding(
-                "LESS forward against lstsq, which solves less, most",
-                "at most 1.0×",
-                f"{value:.2f}× ({where})",
-                value <= 1,
-            )
-        )
-    if dearest is not None:
-        value, where = dearest
-        findings.append(
-            Finding(
-                "LESS backward against its forward, most",
-                "at most 1.0×",
-                f"{value:.2f}× ({where})",
-                value <= 1,
-            )
-        )
+    for name in NAMED:
+        speeds = [
+            (1 / speed, family)
+            for family, row in rows
+            if shape(row) == name and (speed := ratio(row.values, "lstsq", "forward")) is not None
+        ]
+        if speeds:
+            value, family = max(speeds)
+            findings.append(_at_most_one(f"LESS forward, {name}, against lstsq", value, family))
+    shares = [
+        (backward / forward, f"{family}, {shape(row)}")
+        for family, row in rows
+        if (forward := seconds(row.values, "ours", "forward")) is not None
+        and (backward := seconds(row.values, "ours", "backward")) is not None
+    ]
+    if shares:
+        findings.append(_at_most_one("LESS backward against its forward", *max(shares)))
     return findings
+
+
+def _at_most_one(what: str, value: float, where: str) -> Finding:
+    return Finding(f"{what}, most", "at most 1.0×", f"{value:.2f}× ({where})", value <= 1)

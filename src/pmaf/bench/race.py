@@ -5,16 +5,29 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf.bench.present import (
+    Growth,
+    Sweep,
+    growth_table,
+    ratios_figure,
+    ratios_table,
+    rows_of,
+    times_figure,
+)
+from pmaf.experiments import Cell, Experiment, Finding, Row, Scale, Section
 from pmaf.experiments.measure import seconds
 
 Result = tuple[Tensor, ...]
+Judge = Callable[[Result, Result | None], dict[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,121 @@ class Competitor:
         if importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         return None if size <= self.largest else "takes minutes at this size"
+
+
+class Task(NamedTuple):
+    """What every competitor is given: inputs that require gradients, a vector for the loss."""
+
+    inputs: Result
+    c: Tensor
+
+
+class Race(Experiment):
+    """Competitors on families of problems, each family at many shapes.
+
+    The first competitor is ours, the second the one it is held against.
+    """
+
+    competitors: ClassVar[Mapping[str, Competitor]]
+    families: ClassVar[Sequence[str]]
+    quick_families: ClassVar[Sequence[str]]
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]]
+    errors: ClassVar[Sequence[str]]
+    sweeps: ClassVar[Sequence[Sweep]] = ()
+    # What the axes of a shape are, as the tables say it, and the panels of the figures.
+    axes: ClassVar[str]
+    panel: ClassVar[Sweep]
+
+    @abstractmethod
+    def task(self, family: str, shape: Sequence[int], device: torch.device) -> Task:
+        """A problem of a family."""
+
+    @abstractmethod
+    def loss(self, outputs: Result, c: Tensor) -> Tensor:
+        """A scalar, to differentiate."""
+
+    @abstractmethod
+    def judge(self, task: Task) -> Judge:
+        """From outputs and gradients to their errors, as named in `errors`."""
+
+    def findings(self, by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+        """What was promised of this race, and what came of it."""
+        return []
+
+    def cells(self, scale: Scale) -> list[Cell]:
+        families, budget = (self.quick_families, 0.3) if scale == "quick" else (self.families, 0.5)
+        return [
+            Cell(
+                {"family": family, "shape": list(shape), "budget": budget},
+                1 + budget * len(self.competitors),
+            )
+            for family in families
+            for shape in self.shapes[scale]
+        ]
+
+    def measure(
+        self, device: torch.device, *, family: str, shape: list[int], budget: float
+    ) -> dict[str, Any]:
+        task = self.task(family, shape, device)
+        loss = partial(self.loss, c=task.c)
+        results = race(self.competitors, task.inputs, loss, device, budget)
+        judge = self.judge(task)
+        found: dict[str, Any] = {}
+        for name, result in results.items():
+            if "skipped" in result:
+                found[name] = result
+            else:
+                outputs, gradients = result.pop("outputs"), result.pop("gradients")
+                found[name] = result | judge(outputs, gradients)
+        return found
+
+    def present(self, rows: Sequence[Row]) -> Section:
+        by_family = {
+            family: sorted(found, key=lambda row: row.params["shape"])
+            for family in self.families
+            if (found := rows_of(rows, family=family))
+        }
+        panels = {
+            family: chosen
+            for family, found in by_family.items()
+            if (chosen := self.panel.of(found))
+        }
+        names = list(self.competitors)
+        growth = [
+            Growth.of(sweep, family, chosen, name)
+            for sweep in self.sweeps
+            for family, found in by_family.items()
+            if len(chosen := sweep.of(found)) > 2
+            for name in names[:2]
+        ]
+        figures = [
+            ratios_figure(
+                f"bench-{self.name}",
+                f"Both passes, {self.panel.label}, as multiples of ours (forward alone of what has "
+                "no gradient); above the line is slower than ours.",
+                panels,
+                names,
+            ),
+            times_figure(
+                f"bench-{self.name}-times",
+                f"Both passes, {self.panel.label}: seconds against n.",
+                panels,
+                names,
+            ),
+        ]
+        tables = [
+            ratios_table(
+                f"bench-{self.name}-{family}", f"{family}, {self.axes}", found, names, self.errors
+            )
+            for family, found in by_family.items()
+        ]
+        if growth:
+            tables.append(growth_table(f"bench-{self.name}-growth", growth))
+        return Section(
+            findings=[*self.findings(by_family), *Growth.findings(self.title, growth)],
+            figures=figures if panels else [],
+            tables=tables,
+        )
 
 
 def race(
@@ -106,3 +234,8 @@ def _once(
     found["outputs"] = tuple(x.detach() for x in outputs)
     found["gradients"] = gradients
     return found
+
+
+def mean(x: Tensor) -> float | None:
+    """Of what is finite throughout, and there at all."""
+    return float(x.mean()) if x.numel() and bool(x.isfinite().all()) else None

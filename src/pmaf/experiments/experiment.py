@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -150,13 +150,13 @@ class Collection:
 class Experiment(ABC):
     """Something to measure, cell by cell."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    about: ClassVar[str]
+    name: str
+    title: str
+    about: str
     # What the quick scale leaves out.
-    reduced: ClassVar[str] = ""
+    reduced: str = ""
     # Modules beyond torch that a cell imports.
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
 
     @abstractmethod
     def cells(self, scale: Scale) -> list[Cell]:
