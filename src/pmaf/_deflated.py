@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pmaf._eager import plain
 from pmaf._linalg import dot
-from pmaf._neumann import neumann
+from pmaf._neumann import neumann, rate_of
 from pmaf.solvers._loop import iterate
 from pmaf.solvers._products import SymmetricPart
 from pmaf.spectrum import merge_tolerance
@@ -75,7 +75,8 @@ def _solve(
     right = clear(clear(v))
     w = None
     if factor is None and k == 1:
-        w = neumann(part, shift, right, None if gap is None else gap.reshape(-1))
+        rate = rate_of(None if gap is None else gap.reshape(-1), shift)
+        w = neumann(part, shift, right, rate)
     w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
     return w.reshape(*batch, k, n)
 

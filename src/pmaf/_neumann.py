@@ -19,20 +19,24 @@ from pmaf.spectrum import merge_tolerance
 _STEPS = 48
 
 
+def rate_of(gap: Tensor | None, value: Tensor) -> float:
+    """Largest ratio of the next modulus to that of `λ`, `(B, 1)`, a `gap` `(B,)` below it."""
+    return math.nan if gap is None else 1 - float((gap / value.abs().squeeze(-1)).amin())
+
+
 def neumann(
-    product: Callable[[Tensor], Tensor], value: Tensor, right: Tensor, gap: Tensor | None
+    product: Callable[[Tensor], Tensor], value: Tensor, right: Tensor, rate: float
 ) -> Tensor | None:
     """`w` with `λw − (A times w) = right` for rows `(B, p, n)`, `λ` `(B, 1)`; None if slow.
 
-    `right` has no part along the eigenvector of `λ`, up to rounding. `gap`, `(B,)`, is a
-    guess of how far the modulus of `λ` is above the next; nan or None without one.
+    `right` has no part along the eigenvector of `λ`, up to rounding. `rate` is a guess of
+    the largest ratio of moduli to that of `λ`; nan without one.
     """
     inverse = 1 / value.unsqueeze(-1)
     w = last = first = right * inverse
     least = torch.finfo(right.dtype).tiny
     size = norm(first).clamp_min_(least)
     target = 4 * torch.finfo(right.dtype).eps
-    rate = math.nan if gap is None else 1 - float((gap / value.abs().squeeze(-1)).amin())
     count = math.ceil(math.log(target) / math.log(rate)) + 1 if 0 < rate < 1 else 4
     steps, count, before = 0, min(count, _STEPS), 1.0
     while True:
@@ -78,7 +82,8 @@ def dominant_solve(
     right = known[0] if len(known) == 1 else torch.cat(known, -2)
     for _ in range(2):  # what is left along y would stay in the sum, as often as it has terms
         right = torch.baddbmm(right, torch.bmm(right, y.mT), y, alpha=-1)
-    found = neumann(lambda w: torch.bmm(w, matrix), values, right, gap.reshape(-1))
+    rate = rate_of(gap.reshape(-1), values)
+    found = neumann(lambda w: torch.bmm(w, matrix), values, right, rate)
     if found is None:
         return None
     found = torch.baddbmm(found, torch.bmm(found, y.mT), y, alpha=-1)

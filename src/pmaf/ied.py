@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from pmaf import errors, sphere
 from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
 from pmaf._ied_attach import attach
+from pmaf._ied_lean import solve_lean, suits
 from pmaf._ied_plain import attach_plain
 from pmaf._linalg import norm
 from pmaf._solve import Certificate, Solution, announce, require_rules
@@ -272,6 +274,7 @@ def _in(dtype: torch.dtype, found: Solution) -> Solution:
 
 # Made once: they write themselves down, which takes longer than to solve a small problem.
 _AUTO, _IMPLICIT, _DENSE, _ADAPTIVE = Auto(), Implicit(), Dense(), Adaptive()
+_WITHOUT_POWER = replace(_ADAPTIVE, power_from=math.inf)
 
 # See `best_solver`.
 _TRACED_FROM = 128
@@ -328,6 +331,19 @@ def ied(
     >>> values, vectors
     (tensor(3.), tensor([1., 0., 0., 0.]))
     """
+    if (
+        k is None
+        and symmetric
+        and (solver is None or solver == _AUTO)
+        and (gradient is None or gradient == _IMPLICIT)
+        and reference is None
+        and generator is None
+        and suits(A)
+    ):
+        found = solve_lean(A, largest, _ADAPTIVE)
+        if found is not None:
+            return Eigenpairs(*found)
+        solver = _WITHOUT_POWER
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
     init = None
     if generator is not None:

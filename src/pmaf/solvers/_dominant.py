@@ -25,44 +25,41 @@ _STEPS = 48
 class Dominant(NamedTuple):
     """The dominant eigenpair of each matrix."""
 
-    values: Tensor  # (B, 1)
+    values: Tensor  # (B, 1, 1)
     rows: Tensor  # (B, 1, n)
-    residual: Tensor  # (B,), relative to ‖A‖
+    residual: Tensor  # (B, 1, 1), relative to ‖A‖
     products: int
     rate: float  # by which the residual shrinks with each product, the slowest
 
 
 def dominant(
-    matrix: Tensor,
     product: Callable[[Tensor], Tensor],
     exact: Callable[[Tensor], Tensor],
+    start: Start,
     tolerance: float,
     symmetric: bool,
+    is_positive: Callable[[], bool] | None = None,
 ) -> Dominant | None:
     """Dominant eigenpairs of a whole batch; None if an entry has none, or is slow to show it.
 
     Args:
-        matrix: `(B, n, n)`, where the search starts.
         product: of a row with what is iterated.
         exact: the same to all digits, for checks.
         tolerance: on `‖Ay − λy‖/|λ|`.
         symmetric: of a symmetric matrix, the eigenvalue has to be positive.
+        is_positive: whether all entries of the matrices are, where that would be a proof.
     """
-    lengths = norm(matrix)
-    size = norm(lengths)[:, None, None]
-    # A matrix close to a multiple of yxᵀ has rows close to x, and the image of x is y.
-    index = lengths.argmax(-1)[:, None, None].expand(-1, 1, matrix.shape[-1])
-    y = product(matrix.gather(-2, index))
-    y, image, value, worst, rest = _check(y, exact)
+    y, size, products, before = start
+    y, image, value, worst, rest = _check(y, exact, symmetric)
+    products += 1
     # Of a symmetric matrix this is a lower bound of the largest eigenvalue already.
     large = _has_most(value, size, symmetric)
-    positive = not symmetric and not large and bool(matrix.amin() > 0)
+    positive = not large and is_positive is not None and is_positive()
     if not (large or positive):
         return None
 
-    # The residual of a row by itself is unknown, but not above one.
-    products, taken, before = 2, 2, 1.0
-    rate = worst**0.5
+    taken = products
+    rate = (worst / before) ** (1 / taken)
     while worst > tolerance:
         # It shrinks geometrically, which says how much there is left to do.
         if not worst < before:
@@ -70,34 +67,60 @@ def dominant(
         count = math.ceil(taken * math.log(tolerance / worst) / math.log(worst / before))
         if products + count > _STEPS:
             return None
-        y, inverse = image, 1 / value  # which keeps the length about one
-        for _ in range(count - 1):
-            y = product(y * inverse)
+        y = image
+        if size is None:  # a step divides by little more than one
+            for _ in range(count - 1):
+                y = product(y)
+        else:
+            inverse = 1 / value  # which keeps the length about one
+            for _ in range(count - 1):
+                y = product(y * inverse)
         products, taken, before = products + count, count, worst
-        y, image, value, worst, rest = _check(y, exact)
+        y, image, value, worst, rest = _check(y, exact, symmetric)
         if worst > tolerance:  # or rounding, not convergence, has set it
             rate = (worst / before) ** (1 / taken)
     if not worst <= tolerance:
         return None
-    y = image / norm(image).unsqueeze(-1)
+    y = image / torch.linalg.vector_norm(image, dim=-1, keepdim=True)
     if positive and not (y.amin(-1) * y.amax(-1) > 0).all():
         return None
     if not (symmetric or positive or _has_most(value, size, symmetric)):
         return None
-    return Dominant(value.squeeze(-1), y, (rest / size.squeeze(-1)).squeeze(-1), products, rate)
+    return Dominant(value, y, rest if size is None else rest / size, products, rate)
+
+
+class Start(NamedTuple):
+    """Where power steps begin."""
+
+    row: Tensor  # (B, 1, n)
+    size: Tensor | None  # (B, 1, 1), Frobenius norms, if they are not one
+    products: int  # steps taken so far
+    before: float  # about the relative residual before them
+
+
+def longest_row(matrix: Tensor, product: Callable[[Tensor], Tensor]) -> Start:
+    """A matrix close to a multiple of `yxᵀ` has rows close to `x`, and the image of `x` is `y`."""
+    lengths = norm(matrix)
+    size = norm(lengths)[:, None, None]
+    index = lengths.argmax(-1)[:, None, None].expand(-1, 1, matrix.shape[-1])
+    # The residual of a row by itself is unknown, but not above one.
+    return Start(product(matrix.gather(-2, index)), size, 1, 1.0)
 
 
 def _check(
-    y: Tensor, exact: Callable[[Tensor], Tensor]
+    y: Tensor, exact: Callable[[Tensor], Tensor], symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
     """`y` normalised, its image and value; its largest relative residual, and all of them."""
-    y = y / norm(y).unsqueeze(-1)
+    y = y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
     image = exact(y)
     value = (y * image).sum(-1, keepdim=True)
-    rest = norm(torch.addcmul(image, y, value, value=-1))
-    return y, image, value, float((rest / value.squeeze(-1)).abs().amax()), rest
+    rest = torch.addcmul(image, y, value, value=-1)
+    rest = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+    relative = rest / value
+    relative = relative if symmetric else relative.abs()  # or it is not accepted anyway
+    return y, image, value, float(relative.amax()), rest
 
 
-def _has_most(value: Tensor, size: Tensor, symmetric: bool) -> bool:
-    share = value / size
+def _has_most(value: Tensor, size: Tensor | None, symmetric: bool) -> bool:
+    share = value if size is None else value / size
     return float((share if symmetric else share.abs()).amin()) > _SHARE

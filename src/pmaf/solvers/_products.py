@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Up to this size forming the symmetric part costs no more than a few products.
-_FORM_TO = 256
+FORM_TO = 256
 
 
 class SymmetricPart:
@@ -28,7 +28,7 @@ class SymmetricPart:
         # The symmetric part of the transpose is the same.
         A = A if A.is_contiguous() else A.mT.contiguous()
         self.one_sided = False
-        if n <= _FORM_TO:
+        if n <= FORM_TO:
             self.matrix = A.add(A.mT).mul_(0.5)
             return
         self.matrix = A

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._dominant import Dominant, dominant
+from pmaf.solvers._dominant import Dominant, dominant, longest_row
 from pmaf.solvers._eigen import outcome, without_report
 from pmaf.solvers._products import SymmetricPart, right_product
 from pmaf.solvers._ritz import Ritz, certificate, polish, ritz
@@ -53,23 +53,27 @@ class Adaptive(Solver):
         n, k = problem.n, problem.width
         A = problem.A.reshape(-1, n, n)
         work = A.numel()
-        tolerance = _TOLERANCE * torch.finfo(A.dtype).eps
+        tolerance = TOLERANCE * torch.finfo(A.dtype).eps
         if work >= self.general_from and not problem.symmetric:
             A = A.contiguous()
 
             def product(x: Tensor) -> Tensor:
                 return right_product(A, x)
 
-            found = dominant(A, product, product, tolerance, symmetric=False)
+            def is_positive() -> bool:
+                return bool(A.amin() > 0)
+
+            start = longest_row(A, product)
+            found = dominant(product, product, start, tolerance, False, is_positive)
             if found is not None:
                 return _outcome(problem, found, report)
-        power = work >= self.power_from and k == 1
-        krylov = work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
+        power, krylov = work >= self.power_from and k == 1, self.takes_krylov(work, n, k)
         if problem.symmetric and (power or krylov):
             part = SymmetricPart(A)
             found = None
             if power:
-                found = dominant(part.matrix, part, part.exact, tolerance, symmetric=True)
+                start = longest_row(part.matrix, part)
+                found = dominant(part, part.exact, start, tolerance, symmetric=True)
             if found is not None:
                 return _outcome(problem, found, report)
             if krylov:
@@ -79,6 +83,10 @@ class Adaptive(Solver):
                     shape = (*problem.batch_shape, n, n)
                     return _outcome(problem, found, report)._replace(basis=factor.view(shape))
         return _DENSE.solve(problem, report=report)
+
+    def takes_krylov(self, work: int, n: int, k: int) -> bool:
+        """Whether a Krylov space is tried, for `work` entries of all matrices together."""
+        return work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
 
     def any_scale(self, problem: PrincipalEigenvectors) -> bool:
         return problem.A.numel() < min(self.power_from, self.krylov_from) and _DENSE.any_scale(
@@ -142,7 +150,7 @@ def _outcome(problem: PrincipalEigenvectors, found: Dominant | Ritz, report: boo
 _DENSE = Dense()
 
 # On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
-_TOLERANCE = 6.0
+TOLERANCE = 6.0
 
 
 def _limit(n: int) -> int:

@@ -1,0 +1,176 @@
+"""The way of few calls for one vector of symmetric matrices: the same as the general one."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import pmaf
+from pmaf import _ied_lean
+from pmaf._ied_lean import solve_lean, suits
+from pmaf.solvers import Adaptive, Dense
+from tests.ied_cases import SYMMETRIC, with_eigenvalues
+
+T = torch.float64
+ALWAYS = Adaptive(power_from=0, krylov_from=math.inf)  # power steps, however small
+NEVER = Adaptive(power_from=math.inf, krylov_from=math.inf)  # a decomposition, however large
+
+
+def dominated(*batch, n=12, seed=0, dtype=T):
+    g = torch.Generator().manual_seed(seed)
+    X = torch.rand(*batch, n, n, generator=g, dtype=T)
+    return (X + X.mT).to(dtype)
+
+
+def indefinite(*batch, n=12, seed=0, dtype=T):
+    g = torch.Generator().manual_seed(seed)
+    X = torch.randn(*batch, n, n, generator=g, dtype=T)
+    return (X + 0.3 * X.mT).to(dtype)
+
+
+def outputs(run, A):
+    A = A.clone().requires_grad_()
+    value, vector = run(A)
+    weights = torch.cos(torch.arange(float(vector.numel())).to(A)).reshape(vector.shape)
+    (gradient,) = torch.autograd.grad((vector * weights).sum() + value.sin().sum(), A)
+    return value.detach(), vector.detach(), gradient
+
+
+def same(A, largest, way):
+    found = outputs(lambda A: solve_lean(A, largest, way), A)
+    exact = outputs(lambda A: pmaf.ied(A, largest=largest, solver=Dense()), A.double())
+    for x, y in zip(found, exact, strict=True):
+        assert x.shape == y.shape
+        tolerance = 2e3 * torch.finfo(A.dtype).eps * float(y.abs().max())
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("batch", [(), (4,), (2, 3)], ids=str)
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("way", ["power", "decomposition"])
+def test_it_is_the_general_solution(way, largest, batch, dtype):
+    A = dominated(*batch, dtype=dtype) if way == "power" else indefinite(*batch, dtype=dtype)
+    A = A if largest else -A
+    steps = _ied_lean._power(A, largest, flat=False)
+    assert (steps is not None) == (way == "power")
+    same(A, largest, ALWAYS)
+    same(A.mT, largest, ALWAYS)
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_named_matrices_by_default_and_in_general_are_the_same(name):
+    A = SYMMETRIC[name]()
+    assert suits(A)
+    lean, general = pmaf.ied(A), pmaf.ied(A, solver=Dense())
+    torch.testing.assert_close(lean.values, general.values)
+    torch.testing.assert_close(lean.vectors, general.vectors)
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["power", "decomposition"])
+def test_first_and_second_derivatives(way, largest):
+    A = dominated(2, n=4, seed=3)
+    A = (A if largest else -A).requires_grad_()
+    assert gradcheck(lambda A: solve_lean(A, largest, way), A)
+    assert gradgradcheck(lambda A: solve_lean(A, largest, way), A)
+
+
+def test_gradients_of_values_alone_and_of_nothing():
+    A = dominated(3).requires_grad_()
+    for way in (ALWAYS, NEVER):
+        value, vector = solve_lean(A, True, way)
+        (gradient,) = torch.autograd.grad(value.sum(), A)
+        outer = vector.unsqueeze(-1) * vector.unsqueeze(-2)
+        torch.testing.assert_close(gradient, outer.detach())
+        value, vector = solve_lean(A, True, way)
+        detached = (vector.detach() * A.sum(-1)).sum()
+        torch.autograd.grad(detached, A)
+
+
+def test_a_flat_matrix_is_found_by_power_steps_before_others_are(monkeypatch):
+    tried = []
+    power = _ied_lean._power
+    monkeypatch.setattr(_ied_lean, "_power", lambda *a: tried.append(a[2]) or power(*a))
+    pmaf.ied(dominated(5, n=32))
+    pmaf.ied(indefinite(5, n=32))
+    assert tried == [True]
+    pmaf.ied(indefinite(5, n=64))
+    assert tried == [True, False]
+
+
+def test_what_power_steps_cannot_prove_goes_on():
+    """Not dominated; too small for the norm to be trusted; not finite."""
+    assert _ied_lean._power(indefinite(2), True, flat=False) is None
+    tiny = dominated(2, dtype=torch.float32) * 1e-22
+    assert _ied_lean._power(tiny, True, flat=False) is None
+    same(tiny, True, ALWAYS)
+    assert _ied_lean._power(dominated(2) * math.nan, True, flat=False) is None
+    # A single entry among others, which are dominated.
+    mixed = torch.cat([dominated(3), indefinite(1)])
+    same(mixed, True, ALWAYS)
+
+
+def test_large_ones_of_ordinary_spectrum_go_on_to_a_krylov_space():
+    A = torch.stack([with_eigenvalues([1.0, *torch.linspace(0.8, -0.5, 239).tolist()], 1)] * 4)
+    assert solve_lean(A, True, Adaptive()) is None
+    torch.testing.assert_close(pmaf.ied(A).values, torch.ones(4, dtype=T))
+
+
+@pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["power", "decomposition"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite(bad, way):
+    A = dominated(2)
+    A[1, 2, 3] = bad
+    with pytest.raises(ValueError, match="A has non-finite values in 1 of 2"):
+        solve_lean(A, True, way)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_two_by_two_in_closed_form(scale, dtype):
+    g = torch.Generator().manual_seed(2)
+    A = torch.randn(200, 2, 2, generator=g, dtype=T).to(dtype)
+    A[0], A[1], A[2] = 0, torch.eye(2), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    A[3], A[4] = torch.diag(torch.tensor([1.0, -1.0])), torch.diag(torch.tensor([-1.0, 1.0]))
+    A = A * scale
+    assert A.numel() >= _ied_lean._CLOSED_FROM
+    values, vectors = _ied_lean._eigh(0.5 * (A + A.mT))
+    exact = torch.linalg.eigvalsh(0.5 * (A + A.mT).double())
+    eps = torch.finfo(dtype).eps
+    assert ((values - exact).abs() <= 4 * eps * exact.abs().amax(-1, keepdim=True)).all()
+    torch.testing.assert_close(
+        vectors.mT @ vectors, torch.eye(2, dtype=dtype).expand(200, 2, 2), rtol=0, atol=4 * eps
+    )
+    rest = 0.5 * (A + A.mT) @ vectors - vectors * values.unsqueeze(-2)
+    assert (rest.abs().amax((-2, -1)) <= 8 * eps * exact.abs().amax(-1)).all()
+
+
+def test_two_by_two_gradients_in_closed_form():
+    A = indefinite(70, n=2)
+    same(A, True, NEVER)
+    same(A, False, NEVER)
+
+
+def test_it_leaves_other_calls_alone():
+    A = dominated(2)
+    assert suits(A)
+    assert not suits(A.half())
+    assert not suits(A[..., :3])
+    assert not suits(A.to("meta"))
+    assert not suits(A[:0])
+    assert not suits(dominated(n=300))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not suits(A.float())
+        assert pmaf.ied(A.float()).vectors.dtype == torch.float32
+    torch.func.vmap(lambda a: None if suits(a) else a)(A)
+
+
+def test_a_loop_in_inference_mode_does_not_spoil_training():
+    _ied_lean._references.cache_clear()
+    _ied_lean._starts.cache_clear()
+    with torch.inference_mode():
+        pmaf.ied(dominated(5, n=64))
+    A = dominated(5, n=64).requires_grad_()
+    assert torch.autograd.grad(pmaf.ied(A).vectors.sum(), A)[0].isfinite().all()
