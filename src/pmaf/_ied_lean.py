@@ -21,6 +21,7 @@ from pmaf._eager import plain
 from pmaf._forward import forward_mode
 from pmaf._ied_attach import full_precision, pullback
 from pmaf._ied_rules import EigenConditions
+from pmaf._linalg import eigh
 from pmaf._neumann import neumann
 from pmaf.gradients import Implicit
 from pmaf.gradients._tangent import Helper
@@ -169,7 +170,7 @@ class _Lean(torch.autograd.Function):
 def _decomposed(A: Tensor) -> tuple[Tensor, Tensor]:
     """All eigenvalues of `½(A + Aᵀ)`, ascending, and their vectors as columns."""
     try:
-        values, vectors = _eigh(torch.lerp(A, A.mT, 0.5))
+        values, vectors = eigh(torch.lerp(A, A.mT, 0.5))
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         errors.require_finite(A=(A, 2))
         raise
@@ -248,24 +249,7 @@ def _differentiably(
     return dA if largest else -dA
 
 
-def _eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh`, which decomposes one matrix after the other."""
-    if A.shape[-1] != 2 or A.numel() < _CLOSED_FROM:
-        return torch.linalg.eigh(A)
-    a, b, _, d = A.flatten(-2).unbind(-1)
-    a, d = 0.5 * a, 0.5 * d
-    mean, half = a + d, a - d
-    radius, angle = torch.hypot(half, b), 0.5 * torch.atan2(b, half)
-    cos, sin = angle.cos(), angle.sin()
-    vectors = torch.stack([-sin, cos, cos, sin], -1).unflatten(-1, (2, 2))
-    return torch.stack([mean - radius, mean + radius], -1), vectors
-
-
 _IMPLICIT = Implicit()
-
-# Entries of all 2×2 matrices together from which twenty calls for all of them take less
-# time than one for each.
-_CLOSED_FROM = 256
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
+from pmaf._eager import plain
 from pmaf._less_rules import LessConditions
 from pmaf._linalg import matvec
 from pmaf._solve import announce
@@ -38,6 +39,12 @@ def attach(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _less_op(
+    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
+) -> tuple[Tensor, ...]:
+    return _solve(A, b, init, solver, report, throw)
+
+
+def _solve(
     A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
 ) -> tuple[Tensor, ...]:
     from pmaf.less import SphereLeastSquares
@@ -116,7 +123,9 @@ class _Less(torch.autograd.Function):
         report: bool,
         throw: bool,
     ) -> tuple[Tensor, ...]:
-        return torch.ops.pmaf.less(A, b, init, solver, report, throw)
+        # The operator is for those who have to see fixed shapes; calling it takes its time.
+        run = _solve if plain(A) and plain(b) else torch.ops.pmaf.less
+        return run(A, b, init, solver, report, throw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -84,8 +84,8 @@ class SphereLeastSquares:
         m, n = self.A.shape[-2:]
         # One eigendecomposition serves all problems that share a matrix; a factor does not.
         if m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape:
-            return Cholesky()
-        return Secular()
+            return _CHOLESKY
+        return _SECULAR
 
     def certify(self, value: Tensor) -> Certificate:
         errors.require_vector("value", value, "n")
@@ -196,8 +196,12 @@ def less(
     """
     problem = SphereLeastSquares(A, b, radius)
     return problem.run(
-        solver or Auto(), gradient or Implicit(), init=init, report=False, throw=False
+        solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
     ).value
+
+
+# Made once: they write themselves down, which takes longer than to solve a small problem.
+_AUTO, _IMPLICIT, _CHOLESKY, _SECULAR = Auto(), Implicit(), Cholesky(), Secular()
 
 
 class LESS(nn.Module):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, matvec, rmatvec
+from pmaf._linalg import dot, eigh, matvec, rmatvec
 
 
 class Spectrum(NamedTuple):
@@ -132,7 +132,7 @@ def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Ten
     Returns the coefficients of `Aᵀb` in the basis as well.
     """
     m, n = A.shape[-2:]
-    squares, vectors = _eigh(gram)
+    squares, vectors = eigh(gram)
     rank_tolerance = max(m, n) * torch.finfo(torch.float32).eps
     s = squares.clamp_min(0).sqrt()
     top = s[..., -1:]
@@ -147,19 +147,6 @@ def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Ten
     floor = squares.new_zeros(squares.shape[:-1])
     spectrum = Spectrum(left.mT @ A, squares * present, floor, True)
     return spectrum, rmatvec(vectors, b) * (s * present)
-
-
-def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh`, in closed form for two by two."""
-    if gram.shape[-1] != 2:
-        return torch.linalg.eigh(gram)
-    first, beside, _, last = gram.flatten(-2).unbind(-1)
-    half = 0.5 * (first - last)
-    middle, radius = last + half, torch.hypot(half, beside)
-    angle = 0.5 * torch.atan2(beside, half)
-    c, s = torch.cos(angle), torch.sin(angle)
-    vectors = torch.stack([-s, c, c, s], -1).unflatten(-1, (2, 2))
-    return torch.stack([middle - radius, middle + radius], -1), vectors
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
