@@ -121,7 +121,7 @@ class EigenCost(Experiment):
             ],
             tables=tables,
             notes=[
-                "The J rows here build one matrix of a batch at a time, as torch's `jacobian` "
+                "The J rows here build one matrix of a batch at a time, as torch's jacobian "
                 "does; the paper's DDN-J takes a batch at once, hence the different time ratio.",
                 "“–” marks what the paper does not have, such as CPU times beyond 5×256, and what "
                 "was not measured here, with the reasons at the end of the section. On "
