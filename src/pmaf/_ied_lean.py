@@ -20,7 +20,7 @@ from pmaf._deflated import deflated_solve
 from pmaf._eager import plain
 from pmaf._forward import forward_mode
 from pmaf._ied_attach import full_precision, pullback
-from pmaf._ied_rules import EigenConditions
+from pmaf._ied_rules import EigenConditions, symmetric_product
 from pmaf._linalg import eigh
 from pmaf._neumann import neumann
 from pmaf.gradients import Implicit
@@ -163,8 +163,8 @@ class _Lean(torch.autograd.Function):
             if d_value is not None:
                 along = d_value[..., None, None] * rows
                 z = along if z is None else z + along
-            outer = z.mT * rows  # pyright: ignore[reportOptionalMemberAccess]
-            return torch.lerp(outer, outer.mT, 0.5), *nothing
+            assert z is not None
+            return symmetric_product(z, rows), *nothing
 
 
 def _decomposed(A: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class _ShiftedSystem:
     def pullback(
         self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return -_symmetric_product(w, z), (w * z).sum(-1)
+        return -symmetric_product(w, z), (w * z).sum(-1)
 
 
 class EigenConditions(NamedTuple):
@@ -121,7 +121,7 @@ class EigenConditions(NamedTuple):
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         if not needs[0]:
             return (None,)
-        return (_symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y,)
+        return (symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y,)
 
     def columns(self) -> list[ColumnConditions]:
         """The same for one vector at a time, as the paper's rules want it."""
@@ -159,7 +159,7 @@ class ColumnConditions(NamedTuple):
         if not exploit:
             return (contract(k, _per_entry(_slope, self.A, self.y)),)
         rows = k.unsqueeze(-2), self.y.unsqueeze(-2)
-        return (-2 * _symmetric_product(*rows),)
+        return (-2 * symmetric_product(*rows),)
 
     def _divisor(self) -> Tensor:
         """The eigenvalue, one where it is zero and there is no fixed point to speak of."""
@@ -185,7 +185,7 @@ class ColumnConditions(NamedTuple):
         return 0.5 * (full + full.mT) if self.symmetric else full
 
 
-def _symmetric_product(z: Tensor, y: Tensor) -> Tensor:
+def symmetric_product(z: Tensor, y: Tensor) -> Tensor:
     """`½(ZᵀY + YᵀZ)` for rows `Z`, `Y`, as one product."""
     z = 0.5 * z
     return torch.cat([z, y], -2).mT @ torch.cat([y, z], -2)

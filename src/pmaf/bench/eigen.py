@@ -116,7 +116,7 @@ class EigenRace(Race):
     name = "ied"
     title = "IED beside everything else"
     about = (
-        "The top eigenpair of symmetric matrices and the gradient of (cᵀy)², float32, medians of "
+        "The top eigenpair of symmetric matrices and the gradient of Σ cᵢyᵢ², float32, medians of "
         "runs interleaved between the competitors. Errors are means over the batch against "
         "eigh in float64: of the value relative to ‖A‖, of the vector up to sign, and of the "
         "gradient, relative."
@@ -168,7 +168,7 @@ class EigenvectorsRace(EigenRace):
     name = "ied-k"
     title = "The top four eigenvectors beside everything else"
     about = (
-        "The top four eigenpairs of symmetric matrices and the gradient of Σ j(cᵀyⱼ)², "
+        "The top four eigenpairs of symmetric matrices and the gradient of Σⱼ j·Σᵢ cᵢyᵢⱼ², "
         "otherwise as above."
     )
     competitors: ClassVar[Mapping[str, Competitor]] = {
@@ -193,25 +193,25 @@ class EigenvectorsRace(EigenRace):
         return _worst(by_family, "IED, k = 4")
 
 
-def _loss(y: Tensor, c: Tensor) -> Tensor:
-    """Does not depend on the signs of the vectors."""
-    if y.dim() == 2:
-        return (y @ c).square().sum()
-    along = c @ y
-    weights = torch.arange(1, along.shape[-1] + 1, device=c.device)
-    return (weights * along.square()).sum()
+def _loss(vectors: Tensor, c: Tensor) -> Tensor:
+    """`Σⱼ j·Σᵢ cᵢyᵢⱼ²`, which does not depend on the signs of the vectors."""
+    if vectors.dim() == 2:
+        return (vectors.square() @ c).sum()
+    along = c @ vectors.square()
+    return (along * torch.arange(1, along.shape[-1] + 1, device=c.device)).sum()
 
 
 def symmetric_truth(A: Tensor, c: Tensor, k: int) -> dict[str, Tensor]:
     """From a whole decomposition, without autograd."""
     values, vectors = (x.flip(-1) for x in torch.linalg.eigh(A))
-    along = c @ vectors
     gradient = torch.zeros_like(A)
     for j in range(k):
+        y = vectors[..., j]
         distances = values[..., j : j + 1] - values
         weights = torch.where(distances != 0, 1 / distances, 0)  # also drops the vector itself
-        z = vectors @ (weights * along).unsqueeze(-1)
-        half = (j + 1) * along[..., j, None, None] * z * vectors[..., None, :, j]
+        along = ((j + 1) * c * y).unsqueeze(-2) @ vectors
+        z = (weights.unsqueeze(-2) * along) @ vectors.mT
+        half = z.mT * y.unsqueeze(-2)
         gradient += half + half.mT
     norm = values.abs().amax(-1)
     gaps = values[..., :k] - values[..., 1 : k + 1]

@@ -43,7 +43,7 @@ class GeneralRace(EigenRace):
     name = "ied-nonsymmetric"
     title = "IED without symmetry beside everything else"
     about = (
-        "The top eigenpair of nonsymmetric matrices and the gradient of (cᵀy)², as above; errors "
+        "The top eigenpair of nonsymmetric matrices and the gradient of Σ cᵢyᵢ², as above; errors "
         "against eig in float64 and its derivative. DDN's gradient is not the true one here."
     )
     reduced = "one family, two sizes."
@@ -76,7 +76,7 @@ class GeneralRace(EigenRace):
     def truth(self, A: Tensor, c: Tensor) -> dict[str, Tensor]:
         leaf = A.clone().requires_grad_()
         value, y = _eig(leaf)
-        (gradient,) = torch.autograd.grad((y @ c).square().sum(), leaf)
+        (gradient,) = torch.autograd.grad(self.loss((value, y), c), leaf)
         return {
             "values": value.detach().unsqueeze(-1),
             "norm": value.detach().abs(),
