@@ -13,6 +13,13 @@ from pmaf.solvers import Adaptive, Dense
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
 
 T = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch):
+    monkeypatch.setattr(_ied_lean, "_POWER_SIZE", 1)
+
+
 ALWAYS = Adaptive(power_from=0, krylov_from=math.inf)  # power steps, however small
 NEVER = Adaptive(power_from=math.inf, krylov_from=math.inf)  # a decomposition, however large
 
@@ -98,6 +105,11 @@ def test_a_flat_matrix_is_found_by_power_steps_before_others_are(monkeypatch):
     assert tried == [True]
     pmaf.ied(indefinite(5, n=64))
     assert tried == [True, False]
+    monkeypatch.setattr(_ied_lean, "_POWER_SIZE", 24)
+    pmaf.ied(indefinite(1000, n=8))
+    assert tried == [True, False]
+    pmaf.ied(dominated(1000, n=8))
+    assert tried == [True, False, True]
 
 
 def test_what_power_steps_cannot_prove_goes_on():

@@ -54,11 +54,12 @@ def solve_lean(A: Tensor, largest: bool, way: Adaptive) -> tuple[Tensor, Tensor]
 
     None where a Krylov space should be tried, after power steps have been.
     """
-    work, steps = A.numel(), None
-    flat = largest and _FLAT_FROM <= work < way.power_from and _is_flat(A.detach())
-    if work >= way.power_from or flat:
+    work, n, steps = A.numel(), A.shape[-1], None
+    tried = work >= way.power_from and n >= _POWER_SIZE
+    flat = not tried and largest and work >= _FLAT_FROM and _is_flat(A.detach())
+    if tried or flat:
         steps = _power(A.detach(), largest, flat)
-        if steps is None and way.takes_krylov(work, A.shape[-1], 1):
+        if steps is None and way.takes_krylov(work, n, 1):
             return None
     return _Lean.apply(A, largest, steps)  # pyright: ignore[reportReturnType]
 
@@ -119,6 +120,8 @@ def _least(dtype: torch.dtype) -> float:
     return (info.tiny / info.eps) ** 0.5
 
 
+# Below this size an attempt in vain costs too much of a decomposition.
+_POWER_SIZE = 24
 # Products before the first look at how fast they converge.
 _FIRST = 3
 # Entries of all matrices together from which flat ones are looked for, and how flat: above
