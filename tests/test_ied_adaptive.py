@@ -82,6 +82,15 @@ def test_several_vectors(ways):
     assert ways == ["_krylov"] * 2
 
 
+@pytest.mark.parametrize("n", [200, 300])
+def test_several_vectors_of_matrices_too_large_to_copy(n, ways):
+    rest = torch.linspace(1, -1, n - 4).tolist()
+    A = torch.stack([with_eigenvalues([9.0, 3.0, 2.5, 2.0, *rest], seed) for seed in (1, 2)])
+    for dtype in (torch.float32, T):
+        same(A.to(dtype), 4)
+    assert ways == ["_krylov"] * 2
+
+
 def test_a_batch_of_both_kinds(ways):
     easy = family("spread", batch=3)
     hard = with_eigenvalues([1.0, 1 - 1e-7, *torch.linspace(0.5, -0.5, 88).tolist()], 7)

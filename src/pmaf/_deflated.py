@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pmaf._eager import plain
-from pmaf._linalg import dot
+from pmaf._linalg import dot, solve_factored
 from pmaf._neumann import neumann, rate_of
 from pmaf.solvers._loop import iterate
 from pmaf.solvers._products import SymmetricPart
@@ -96,7 +96,7 @@ def _conjugate_gradients(
     target = (4 * eps) ** 2 * dot(right, right)
 
     def precondition(x: Tensor) -> Tensor:
-        return x if factor is None else clear(torch.cholesky_solve(x.mT, factor).mT)
+        return x if factor is None else clear(solve_factored(factor, x))
 
     def step(state: _Search) -> tuple[_Search, Tensor]:
         w, residual, direction, energy = state

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot
+from pmaf._linalg import dot, solve_factored
 from pmaf.spectrum import Spectrum, TangentSolver, merge_tolerance, singular_spectrum
 
 
@@ -73,8 +73,7 @@ def _factored_op(
     y_row = y.unsqueeze(-2)
 
     def solve(x: Tensor) -> Tensor:
-        half = torch.linalg.solve_triangular(factor.mT, x.mT, upper=False)
-        return torch.linalg.solve_triangular(factor, half, upper=True).mT
+        return solve_factored(factor.mT, x)
 
     q = solve(y_row)
     q = q / dot(q, y_row).unsqueeze(-1)

@@ -56,6 +56,15 @@ def power_of_two(x: Tensor) -> Tensor:
     return torch.exp2(positive.log2().floor())
 
 
+def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:
+    """`(LLᵀ)⁻¹` times rows `(*, p, n)`, for a lower triangular `L` of shape `(*, n, n)`.
+
+    Two triangular solves: `torch.cholesky_solve` copies its factor first.
+    """
+    half = torch.linalg.solve_triangular(factor, rows.mT, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
+
+
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.linalg.eigh`, which takes matrices one after the other; 2×2 ones all at once."""
     if A.shape[-1] != 2 or A.numel() < _CLOSED_FROM:

@@ -121,7 +121,7 @@ class EigenRace(Race):
         "eigh in float64: of the value relative to ‖A‖, of the vector up to sign, and of the "
         "gradient, relative."
     )
-    reduced = "three families, sizes to 256 at batch 5, and 0.3 s a competitor instead of 0.5 s."
+    reduced = "three families, sizes to 256 at batch 5, and 0.15 s a competitor instead of 0.25 s."
     competitors = COMPETITORS
     families = tuple(EIGEN)
     quick_families = ("paper", "wishart", "goe")

@@ -87,7 +87,7 @@ class LessRace(Race):
         "alternative. The error of the objective is relative to the global minimum, that of the "
         "gradient to the certified solution's in float64; means over the batch."
     )
-    reduced = "two families, three shapes, and 0.3 s a competitor instead of 0.5 s."
+    reduced = "two families, three shapes, and 0.15 s a competitor instead of 0.25 s."
     competitors = COMPETITORS
     families = tuple(SQUARES)
     quick_families = ("inner", "outer")

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf._linalg import solve_factored
+
 
 class Guess(NamedTuple):
     """Where the Krylov space puts the solution, one row per entry."""
@@ -22,13 +24,9 @@ class Guess(NamedTuple):
     steps: Tensor  # (B,) int64, after which the entry needed no more
 
 
-def solve_factored(factor: Tensor, x: Tensor) -> Tensor:
-    """`(LLᵀ)⁻¹ x` for `L` of shape `(B, n, n)` and `x` of shape `(B, n)`.
-
-    Two triangular solves: `torch.cholesky_solve` copies its factor first.
-    """
-    half = torch.linalg.solve_triangular(factor, x.unsqueeze(-1), upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+def solve_row(factor: Tensor, x: Tensor) -> Tensor:
+    """`solve_factored` for `x` of shape `(B, n)`."""
+    return solve_factored(factor, x.unsqueeze(-2)).squeeze(-2)
 
 
 def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int) -> Guess:
@@ -36,7 +34,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
 
     `factor` is the Cholesky factor of `H`. At most `limit` vectors are taken.
     """
-    start = solve_factored(factor, g)
+    start = solve_row(factor, g)
     length = _length(start)
     v = start / length.unsqueeze(-1)
     space = g.new_empty(g.shape[0], limit, g.shape[1])
@@ -47,7 +45,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
     first = _FIRST if g.shape[1] >= _LARGE else 2 * _FIRST
     for k in range(1, limit + 1):
         space[:, k - 1] = v
-        image = solve_factored(factor, v)
+        image = solve_row(factor, v)
         if k > 1:
             image.addcmul_(beside[k - 2].unsqueeze(-1), space[:, k - 2], value=-1)
         torch.sum(image * v, -1, out=diagonal[k - 1])

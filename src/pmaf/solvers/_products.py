@@ -51,9 +51,10 @@ class SymmetricPart:
 
 
 def right_product(A: Tensor, x: Tensor) -> Tensor:
-    """`A xᵀ` for one row each, `(B, 1, n)`."""
+    """`A xᵀ` for rows `(B, p, n)`, as rows."""
+    image = torch.bmm(A, x.mT)
     # The strides of a row decide how the next product reads it, a factor of ten at worst.
-    return torch.bmm(A, x.mT).view(x.shape)
+    return image.view(x.shape) if x.shape[-2] == 1 else image.mT.contiguous()
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import norm
+from pmaf._linalg import norm, solve_factored
 from pmaf.solvers._products import SymmetricPart, fixed_rows
 from pmaf.spectrum import merge_tolerance
 
@@ -33,7 +33,7 @@ class Ritz(NamedTuple):
 def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | None:
     """Lanczos with full orthogonalisation; None once it is clear that most will not converge.
 
-    A single vector is left to `polish` when it is accurate to a few digits.
+    What is accurate to a few digits is left to `polish`.
     """
     A = part.matrix
     B, n = A.shape[:2]
@@ -41,7 +41,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
     Q = A.new_zeros(B, limit + 1, n)
     T = A.new_zeros(B, limit, limit)
     Q[:, 0] = start / norm(start)
-    check = max(_FIRST, 2 * k + 4)
+    check = max(_FIRST, 6 * k)
     for m in range(1, limit + 1):
         basis = Q[:, :m]
         w = part(Q[:, m - 1 : m])
@@ -62,9 +62,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
         scale = theta.abs().amax(-1)
         rest = (length * s[:, -1, -k:].abs()).amax(-1)
         gap = theta[:, -k] - theta[:, max(m - k - 1, 0)]
-        wanted = tolerance * scale
-        if k == 1:
-            wanted = torch.maximum(wanted, _POLISH * gap)
+        wanted = torch.maximum(tolerance * scale, _POLISH * gap)
         done = rest <= wanted
         if done.all() or m == limit:
             y = torch.bmm(s[:, :, -k:].flip(-1).mT, basis)
@@ -78,17 +76,35 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
 
 
 def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -> Ritz:
-    """Newton steps with the factor, for one vector each."""
+    """Steps with the factor, of Newton for a single vector, of Davidson for several."""
     for _ in range(_POLISHES):
-        image = part.exact(found.rows)
-        rest = image - found.values.unsqueeze(-1) * found.rows
-        step = torch.cholesky_solve(rest.mT, factor).mT
-        y = torch.where(found.found[:, None, None], found.rows + step, found.rows)
-        y = y / norm(y).unsqueeze(-1)
-        found = _judge(part, y, found.scale, found.found, found.products + 2)
         if (found.residual <= 0.5 * tolerance).all():
             break
+        image = part.exact(found.rows)
+        rest = image - found.values.unsqueeze(-1) * found.rows
+        step = solve_factored(factor, rest)
+        step = torch.where(found.found[:, None, None], step, 0)
+        if step.shape[-2] == 1:
+            y = found.rows + step
+            y = y / norm(y).unsqueeze(-1)
+        else:
+            y = _best_within(part, torch.cat([found.rows, step], -2))
+        found = _judge(part, y, found.scale, found.found, found.products + 2)
     return found
+
+
+def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
+    """Of the span of twice as many rows, the half with the largest values, orthonormal.
+
+    In float64 where there is one: a few rows cost nothing, and what is rounded here would
+    be all that is left to improve.
+    """
+    dtype = rows.dtype
+    wide = dtype if rows.device.type == "mps" else torch.float64
+    basis = torch.linalg.qr(rows.mT.to(wide)).Q.mT
+    small = torch.bmm(basis, part.exact(basis.to(dtype)).to(wide).mT)
+    turn = torch.linalg.eigh(torch.lerp(small, small.mT, 0.5)).eigenvectors
+    return torch.bmm(turn[..., -(rows.shape[-2] // 2) :].flip(-1).mT, basis).to(dtype)
 
 
 def certificate(

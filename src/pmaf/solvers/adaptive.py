@@ -106,8 +106,7 @@ def _krylov(
     if found is None:
         return None
     factor, exists = certificate(part, found)
-    if k == 1:
-        found = polish(part, found._replace(found=exists), factor, tolerance)
+    found = polish(part, found._replace(found=exists), factor, tolerance)
     good = exists & (found.residual <= tolerance)
     left = len(good) - int(good.sum())
     if left == 0:

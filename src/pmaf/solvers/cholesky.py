@@ -23,7 +23,7 @@ from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._krylov import guess, solve_factored
+from pmaf.solvers._krylov import guess, solve_row
 from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
 from pmaf.spectrum import lower_gram
 
@@ -175,8 +175,8 @@ def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: 
     n, eps = A.shape[-1], torch.finfo(u.dtype).eps
     factor, regular = _bordered_factor(gram, mean, u, mu)
     force, residual = _force(A, b, g, mean, u)
-    p = solve_factored(factor, force - mu.unsqueeze(-1) * u)
-    q = solve_factored(factor, u)
+    p = solve_row(factor, force - mu.unsqueeze(-1) * u)
+    q = solve_row(factor, u)
     along = dot(u, q)
     nu = dot(u, p) / along
     step = p - nu.unsqueeze(-1) * q
