@@ -96,6 +96,20 @@ def test_gradients_of_values_alone_and_of_nothing():
         torch.autograd.grad(detached, A)
 
 
+def test_a_gradient_almost_along_the_vector_takes_no_other_way(monkeypatch):
+    """The sum of the vector of a matrix of nearly constant entries hardly depends on it."""
+    monkeypatch.setattr(_ied_lean, "deflated_solve", None)
+    for dtype in (torch.float32, T):
+        A = (dominated(5, n=32, dtype=dtype) + 20).requires_grad_()
+        _, vector = solve_lean(A, True, ALWAYS)
+        (found,) = torch.autograd.grad(vector.sum(), A)
+        exact = A.detach().double().requires_grad_()
+        vector = pmaf.ied(exact, solver=Dense()).vectors
+        (wanted,) = torch.autograd.grad(vector.sum(), exact)
+        bound = 1e3 * torch.finfo(dtype).eps * float(wanted.norm())
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound)
+
+
 def test_a_flat_matrix_is_found_by_power_steps_before_others_are(monkeypatch):
     tried = []
     power = _ied_lean._power

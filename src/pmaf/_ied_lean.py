@@ -215,7 +215,8 @@ def _series_solve(
     matrix, size, share = kept
     rows, right = y.reshape(-1, 1, y.shape[-1]), v.reshape(-1, 1, v.shape[-1])
     column = rows.mT
-    right = torch.baddbmm(right, torch.bmm(right, column), rows, alpha=-1)
+    for _ in range(2):  # what the first leaves of a gradient along y would stay in the sum
+        right = torch.baddbmm(right, torch.bmm(right, column), rows, alpha=-1)
     z = neumann(lambda w: torch.bmm(w, matrix), share.squeeze(-1), right, rate)
     if z is None:
         if largest:
