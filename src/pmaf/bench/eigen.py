@@ -85,7 +85,7 @@ def paper_rows(symmetric: bool) -> dict[str, Competitor]:
     return {
         name: Competitor(
             lambda A, method=METHODS[name]: tuple(method(A, symmetric)),
-            largest=5 * 256**2 if name.startswith("SI") else float("inf"),
+            largest=5 * 128**2 if name.startswith("SI") else float("inf"),
         )
         for name in _PAPER
     }
