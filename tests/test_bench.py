@@ -41,8 +41,11 @@ def test_a_race_is_run_in_turn_and_nobody_ends_it():
         "slow": Competitor(runner("slow"), largest=2),
     }
     x = torch.ones(3, requires_grad=True)
+    competitors["s"] = Competitor(runner("s"), needs="scipy")
+    competitors["c"] = Competitor(runner("c"))
     found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e9, repeats=2)
-    assert order == ["a", "b", "bad", *["a", "a", "b", "b"] * 2]
+    turn = ["a", "a", "b", "b", "c", "c"]
+    assert order == ["a", "b", "bad", "s", "c", *turn * 2, "s", "s", "s", "s"]
     assert found["bad"] == {"skipped": "RuntimeError: fell"}
     assert found["absent"] == {"skipped": "no_such_module is not installed"}
     assert found["slow"] == {"skipped": "takes minutes at this size"}
@@ -139,7 +142,26 @@ def test_a_cell_of_every_family_and_the_report_of_them(name, shape):
         for figure in section.figures:
             with drawn(DARK):
                 assert picture(figure.draw(DARK), "png")
-        assert len(section.tables) == len(part)
+        # One for each family, and a summary for each pass that is compared.
+        assert len(section.tables) == len(part) + bool(part) * len(race.compared)
+
+
+def test_who_is_wrong_or_absent_is_said():
+    (race,) = BENCHMARKS.choose(["ied"])
+    right = {"forward": 1.0, "backward": 1.0, **dict.fromkeys(race.errors, 1e-6)}
+    wrong = right | {"vector error": 0.5}
+    nan = right | {"gradient error": None}
+    values = dict.fromkeys(race.competitors, right)
+    values |= {"unrolled PI": wrong, "lobpcg": nan, "xitorch": {"skipped": "not installed"}}
+    row = Row({"family": "goe", "shape": [5, 20], "budget": 1.0}, "done", values)
+    section = race.present([row])
+    (table,) = [table for table in section.tables if table.name == "bench-ied-goe"]
+    (line,) = table.frame.to_dict("records")
+    found = {label: cell for (group, label), cell in line.items() if group.startswith("time")}
+    assert found["eigh"] == "1.00"
+    assert found["unrolled PI"] == found["lobpcg"] == "1.00 ≠"
+    assert found["xitorch"] is None
+    assert section.notes == ["xitorch is left out of 1 of 1 cells: not installed."]
 
 
 def test_all_races_are_tested():

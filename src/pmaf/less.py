@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._eager import plain
 from pmaf._forward import forward_less, forward_mode, require_forward
 from pmaf._less_attach import attach
 from pmaf._linalg import dot, matvec, norm, rmatvec
@@ -18,6 +19,9 @@ from pmaf.solvers._base import encode
 
 # From this many columns on a Cholesky factor is cheaper than an eigendecomposition.
 _SMALLEST_FACTORED = 12
+# Entries of all Gram matrices together below which the calls around a factor cost more than
+# it saves.
+_FACTORED_FROM = 40_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +87,11 @@ class SphereLeastSquares:
         """What `Auto()` stands for."""
         m, n = self.A.shape[-2:]
         # One eigendecomposition serves all problems that share a matrix; a factor does not.
-        if m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape:
-            return _CHOLESKY
-        return _SECULAR
+        if not (m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape):
+            return _SECULAR
+        # A trace has to serve batches of any size.
+        few = plain(self.A) and self.batch_shape.numel() * n * n < _FACTORED_FROM
+        return _SECULAR if few else _CHOLESKY
 
     def certify(self, value: Tensor) -> Certificate:
         errors.require_vector("value", value, "n")

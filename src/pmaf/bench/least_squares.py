@@ -110,6 +110,7 @@ class LessRace(Race):
         Sweep("batch, 2×2", lambda size: tuple(size[1:]) == (2, 2), lambda size: size[0]),
         Sweep("batch, 64×32", lambda size: tuple(size[1:]) == (64, 32), lambda size: size[0]),
     )
+    compared = ("forward", "both")
     axes = "batch×m×n"
     panel = Sweep("5×2n×n", lambda size: _tall_five(size))
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 OURS = "ours"
-PASSES = ("forward", "backward", "both")
 Found = Mapping[str, Mapping[str, Any]]
 
 
@@ -68,10 +67,11 @@ def ratios_table(
         for other in others:
             both = ratio(row.values, other, "both")
             alone = ratio(row.values, other, "forward")
+            wrong = " ≠" if _is_off(row.values, other, errors) else ""
             if both is not None:
-                line.append(f"{both:.2f}")
+                line.append(f"{both:.2f}{wrong}")
             else:
-                line.append(None if alone is None else f"({alone:.2f})")
+                line.append(None if alone is None else f"({alone:.2f}){wrong}")
         for error in errors:
             for who in (OURS, baseline):
                 value = row.values.get(who, {}).get(error)
@@ -82,9 +82,72 @@ def ratios_table(
         title,
         columns,
         lines,
-        note="In parentheses: forward alone, of what has no gradient.",
+        note="In parentheses: forward alone, of what has no gradient. ≠: another result, with an "
+        f"error more than {_OFF:g} times ours.",
         folded=True,
     )
+
+
+def _is_off(found: Found, name: str, errors: Sequence[str]) -> bool:
+    """Whether what a competitor found is not what was asked for; None is not finite."""
+    ours, theirs = found[OURS], found[name]
+    return any(
+        error in theirs
+        and ours.get(error) is not None
+        and (theirs[error] is None or theirs[error] > max(_OFF * ours[error], _CLOSE))
+        for error in errors
+    )
+
+
+# A result is another one if its error is so many times ours, and not small anyway.
+_OFF, _CLOSE = 30, 1e-4
+
+
+def skipped(rows: Sequence[Row]) -> list[str]:
+    """Who did not take part, and why, in a line each."""
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for name, entry in row.values.items():
+            if "skipped" in entry:
+                key = name, entry["skipped"]
+                reasons[key] = reasons.get(key, 0) + 1
+    return [
+        f"{name} is left out of {count} of {len(rows)} cells: {reason}."
+        for (name, reason), count in reasons.items()
+    ]
+
+
+def summary_tables(
+    name: str, by_family: Mapping[str, Sequence[Row]], other: str, part: str
+) -> list[Table]:
+    """How many times as long as ours another takes: families down, shapes across.
+
+    One table for each batch size, or it would not fit a page.
+    """
+    found = {
+        (family, tuple(row.params["shape"])): ratio(row.values, other, part)
+        for family, rows in by_family.items()
+        for row in rows
+    }
+    shapes = sorted({size for _, size in found})
+    group = f"{other} ÷ ours, {'both passes' if part == 'both' else part}"
+    tables = []
+    for batch in dict.fromkeys(size[0] for size in shapes):
+        chosen = [size for size in shapes if size[0] == batch]
+        heads = ["×".join(str(size) for size in sizes[1:]) for sizes in chosen]
+        tables.append(
+            Table.of(
+                f"{name}-{batch}",
+                f"{group}, batch {batch}",
+                [("", "family"), *((group, head) for head in heads)],
+                [
+                    [family, *(found.get((family, sizes)) for sizes in chosen)]
+                    for family in by_family
+                ],
+                formats={(group, head): "{:.2f}" for head in heads},
+            )
+        )
+    return tables
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,8 @@ from pmaf.bench.present import (
     ratios_figure,
     ratios_table,
     rows_of,
+    skipped,
+    summary_tables,
     times_figure,
 )
 from pmaf.experiments import Cell, Experiment, Finding, Row, Scale, Section
@@ -73,6 +74,7 @@ class Race(Experiment):
     shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]]
     errors: ClassVar[Sequence[str]]
     sweeps: ClassVar[Sequence[Sweep]] = ()
+    compared: ClassVar[Sequence[str]] = ("both",)  # passes to sum up against the second
     # What the axes of a shape are, as the tables say it, and the panels of the figures.
     axes: ClassVar[str]
     panel: ClassVar[Sweep]
@@ -157,6 +159,11 @@ class Race(Experiment):
             ),
         ]
         tables = [
+            table
+            for part in self.compared
+            for table in summary_tables(f"bench-{self.name}-{part}", by_family, names[1], part)
+        ]
+        tables += [
             ratios_table(
                 f"bench-{self.name}-{family}", f"{family}, {self.axes}", found, names, self.errors
             )
@@ -168,6 +175,7 @@ class Race(Experiment):
             findings=[*self.findings(by_family), *Growth.findings(self.title, growth)],
             figures=figures if panels else [],
             tables=tables,
+            notes=skipped([row for found in by_family.values() for row in found]),
         )
 
 
@@ -199,22 +207,26 @@ def race(
                 try:
                     first = results[name] = _once(competitor, inputs, loss, device)
                     taken = first["forward"], first["backward"]
-                    # A run longer than all there is time for is measured by the first.
-                    times[name] = ([], []) if sum(taken) < budget else ([taken[0]], [taken[1]])
+                    # The first run warms up; one that takes very long has to do.
+                    long = sum(taken) > _VERY_LONG * budget
+                    times[name] = ([taken[0]], [taken[1]]) if long else ([], [])
                     continue
                 except Exception as error:  # whatever it is, the others go on
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
             results[name] = {"skipped": reason}
-        for _ in range(repeats):
-            for name, (forward, backward) in times.items():
-                if sum(forward) + sum(backward) < budget:
-                    if not forward or forward[-1] + backward[-1] < _LONG:
-                        _once(competitors[name], inputs, loss, device)
-                    again = _once(competitors[name], inputs, loss, device)
-                    forward.append(again["forward"])
-                    backward.append(again["backward"])
-                    if competitors[name].needs == "scipy":
-                        time.sleep(_SPIN)
+        # SciPy comes last: its threads are not torch's, and spin beside them for a while.
+        groups = [
+            [name for name in times if foreign == (competitors[name].needs == "scipy")]
+            for foreign in (False, True)
+        ]
+        for name in (name for group in groups for _ in range(repeats) for name in group):
+            forward, backward = times[name]
+            if sum(forward) + sum(backward) < budget:
+                if not forward or forward[-1] + backward[-1] < _LONG:
+                    _once(competitors[name], inputs, loss, device)
+                again = _once(competitors[name], inputs, loss, device)
+                forward.append(again["forward"])
+                backward.append(again["backward"])
     for name, (forward, backward) in times.items():
         results[name]["forward"] = statistics.median(forward)
         results[name]["backward"] = (
@@ -225,8 +237,8 @@ def race(
 
 # Seconds of a run beside which that does not matter.
 _LONG = 0.05
-# Seconds for which the threads of NumPy's BLAS, which are not torch's, wait for more work.
-_SPIN = 0.05
+# A run is measured by its first, and only, if it takes so many times what there is time for.
+_VERY_LONG = 8
 
 
 def _once(
