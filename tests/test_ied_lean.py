@@ -120,9 +120,10 @@ def test_a_flat_matrix_is_found_by_power_steps_before_others_are(monkeypatch):
     pmaf.ied(indefinite(5, n=64))
     assert tried == [True, False]
     monkeypatch.setattr(_ied_lean, "_POWER_SIZE", 24)
-    pmaf.ied(indefinite(1000, n=8))
-    assert tried == [True, False]
+    pmaf.ied(indefinite(1000, n=16))
     pmaf.ied(dominated(1000, n=8))
+    assert tried == [True, False]
+    pmaf.ied(dominated(1000, n=16))
     assert tried == [True, False, True]
 
 

@@ -56,7 +56,9 @@ def solve_lean(A: Tensor, largest: bool, way: Adaptive) -> tuple[Tensor, Tensor]
     """
     work, n, steps = A.numel(), A.shape[-1], None
     tried = work >= way.power_from and n >= _POWER_SIZE
-    flat = not tried and largest and work >= _FLAT_FROM and _is_flat(A.detach())
+    flat = False
+    if largest and not tried and work >= _FLAT_FROM and n >= _FLAT_SIZE:
+        flat = _is_flat(A.detach())
     if tried or flat:
         steps = _power(A.detach(), largest, flat)
         if steps is None and way.takes_krylov(work, n, 1):
@@ -124,9 +126,9 @@ def _least(dtype: torch.dtype) -> float:
 _POWER_SIZE = 24
 # Products before the first look at how fast they converge.
 _FIRST = 3
-# Entries of all matrices together from which flat ones are looked for, and how flat: above
-# the share of one half by which power steps prove themselves, and all entries together.
-_FLAT_FROM = 4_000
+# Entries of all matrices together, and rows of each, from which flat ones are looked for, and
+# how flat: above the share of one half by which power steps prove themselves.
+_FLAT_FROM, _FLAT_SIZE = 4_000, 12
 _FLAT = 0.6
 
 
