@@ -162,7 +162,7 @@ def test_two_by_two_in_closed_form(scale, dtype):
     A[0], A[1], A[2] = 0, torch.eye(2), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     A[3], A[4] = torch.diag(torch.tensor([1.0, -1.0])), torch.diag(torch.tensor([-1.0, 1.0]))
     A = A * scale
-    assert A.numel() >= _linalg._CLOSED_FROM
+    assert A.numel() >= _linalg._TWO_FROM
     values, vectors = _linalg.eigh(0.5 * (A + A.mT))
     exact = torch.linalg.eigvalsh(0.5 * (A + A.mT).double())
     eps = torch.finfo(dtype).eps
@@ -172,6 +172,36 @@ def test_two_by_two_in_closed_form(scale, dtype):
     )
     rest = 0.5 * (A + A.mT) @ vectors - vectors * values.unsqueeze(-2)
     assert (rest.abs().amax((-2, -1)) <= 8 * eps * exact.abs().amax(-1)).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_three_by_three_in_closed_form(scale):
+    g = torch.Generator().manual_seed(2)
+    A = torch.randn(1000, 3, 3, generator=g)
+    A = A + A.mT
+    near = torch.linalg.qr(torch.randn(100, 3, 3, generator=g)).Q
+    A[:100] = (near * torch.tensor([1.0, 1.0 + 1e-6, 3.0])) @ near.mT
+    A[100:200] = (near * torch.tensor([-2.0, 1.0, 1.0 + 1e-6])) @ near.mT
+    A[200], A[201], A[202] = 0, torch.eye(3), torch.ones(3, 3)
+    A[203], A[204] = torch.diag(torch.tensor([1.0, 2.0, 2.0])), torch.diag(torch.arange(3.0))
+    A[205:300] = A[205:300, :1, :1] * torch.eye(3) + 1e-5 * A[205:300]
+    A = scale * 0.5 * (A + A.mT)
+    assert A.numel() >= _linalg._THREE_FROM
+    values, vectors = _linalg.eigh(A)
+    exact = torch.linalg.eigvalsh(A.double())
+    eps, size = torch.finfo(torch.float32).eps, exact.abs().amax(-1)
+    assert ((values - exact).abs() <= 2 * eps * size.unsqueeze(-1)).all()
+    eye = torch.eye(3).expand(1000, 3, 3)
+    torch.testing.assert_close(vectors.mT @ vectors, eye, rtol=0, atol=8 * eps)
+    rest = A.double() @ vectors.double() - vectors.double() * values.double().unsqueeze(-2)
+    assert (rest.abs().amax((-2, -1)) <= 4 * eps * size).all()
+
+
+def test_three_by_three_gradients_in_closed_form():
+    A = indefinite(1000, n=3, dtype=torch.float32)
+    same(A[:40], True, NEVER)
+    full, part = pmaf.ied(A), pmaf.ied(A[:40])
+    torch.testing.assert_close(full.vectors[:40], part.vectors)
 
 
 def test_two_by_two_gradients_in_closed_form():

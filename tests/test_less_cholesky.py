@@ -108,16 +108,24 @@ def test_ill_conditioned_matrices_lose_no_digits(dtype, condition, length):
 
 
 def test_only_what_is_not_proved_is_handed_over(handed):
-    A, b = batch(64, 40, 20)
+    A, b = batch(128, 40, 20)
+    assert isinstance(Auto().resolve(pmaf.SphereLeastSquares(A, b)), Cholesky)
     pmaf.less(A, b)
-    assert sum(handed) <= 4
+    assert sum(handed) <= 8
     handed.clear()
     b[::2] = 0
     pmaf.less(A, b)
-    assert 32 <= sum(handed) <= 36
+    assert 64 <= sum(handed) <= 72
     handed.clear()
     pmaf.less(A, 0 * b)
-    assert handed == [64]
+    assert handed == [128]
+
+
+def test_a_few_small_problems_are_decomposed(handed):
+    A, b = batch(4, 40, 20)
+    assert isinstance(Auto().resolve(pmaf.SphereLeastSquares(A, b)), Secular)
+    pmaf.less(A, b)
+    assert handed == [4]
 
 
 def test_a_direction_that_b_does_not_see_is_not_forgotten(handed):

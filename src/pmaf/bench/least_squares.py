@@ -83,7 +83,7 @@ class LessRace(Race):
     about = (
         "Least squares on the sphere and the gradient of cᵀu, float32, medians of runs "
         "interleaved between the competitors. lstsq and Cholesky (normal equations with one "
-        "factor) solve the *unconstrained* problem: they are the price to beat, not an "
+        "factor) solve the problem without the constraint: they are the price to beat, not an "
         "alternative. The error of the objective is relative to the global minimum, that of the "
         "gradient to the certified solution's in float64; means over the batch."
     )
