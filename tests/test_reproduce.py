@@ -48,7 +48,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     arguments = ("reproduce", *items, "--quick", "--out", tmp_path)
     planned = sum(len(item.cells("quick")) for item in REPRODUCTION.choose(items))
     cells = tmp_path / "cells"
-    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore interrupts, and so do the processes they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while process.poll() is None and not list(cells.glob("*/[!.]*.json")):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
