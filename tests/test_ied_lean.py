@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
-from pmaf import _ied_lean, _linalg
+from pmaf import _eigh, _ied_lean
 from pmaf._ied_lean import solve_lean, suits
 from pmaf.solvers import Adaptive, Dense
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
@@ -162,8 +162,8 @@ def test_two_by_two_in_closed_form(scale, dtype):
     A[0], A[1], A[2] = 0, torch.eye(2), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     A[3], A[4] = torch.diag(torch.tensor([1.0, -1.0])), torch.diag(torch.tensor([-1.0, 1.0]))
     A = A * scale
-    assert A.numel() >= _linalg._TWO_FROM
-    values, vectors = _linalg.eigh(0.5 * (A + A.mT))
+    assert A.numel() >= _eigh._TWO_FROM
+    values, vectors = _eigh.eigh(0.5 * (A + A.mT))
     exact = torch.linalg.eigvalsh(0.5 * (A + A.mT).double())
     eps = torch.finfo(dtype).eps
     assert ((values - exact).abs() <= 4 * eps * exact.abs().amax(-1, keepdim=True)).all()
@@ -186,8 +186,8 @@ def test_three_by_three_in_closed_form(scale):
     A[203], A[204] = torch.diag(torch.tensor([1.0, 2.0, 2.0])), torch.diag(torch.arange(3.0))
     A[205:300] = A[205:300, :1, :1] * torch.eye(3) + 1e-5 * A[205:300]
     A = scale * 0.5 * (A + A.mT)
-    assert A.numel() >= _linalg._THREE_FROM
-    values, vectors = _linalg.eigh(A)
+    assert A.numel() >= _eigh._THREE_FROM
+    values, vectors = _eigh.eigh(A)
     exact = torch.linalg.eigvalsh(A.double())
     eps, size = torch.finfo(torch.float32).eps, exact.abs().amax(-1)
     assert ((values - exact).abs() <= 2 * eps * size.unsqueeze(-1)).all()

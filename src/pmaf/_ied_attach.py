@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf._ied_rules import EigenConditions
-from pmaf._linalg import power_of_two
+from pmaf._linalg import power_of_two, square_range
 from pmaf._solve import announce
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients._tangent import Helper
@@ -109,9 +109,8 @@ def full_precision(A: Tensor) -> AbstractContextManager[Any]:
 
 def _unit(A: Tensor) -> Tensor | None:
     """Powers of two to divide by where squares of entries would leave the range; else None."""
-    info = torch.finfo(A.dtype)
     least, most = torch.linalg.vector_norm(A, dim=(-2, -1)).aminmax()
-    low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
+    low, high = square_range(A.dtype)
     if float(least) > low and float(most) < high:
         return None
     errors.require_finite(A=(A, 2))

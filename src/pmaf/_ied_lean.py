@@ -18,10 +18,11 @@ from torch import Tensor
 from pmaf import errors, sphere
 from pmaf._deflated import deflated_solve
 from pmaf._eager import plain
+from pmaf._eigh import eigh
 from pmaf._forward import forward_mode
 from pmaf._ied_attach import full_precision, pullback
 from pmaf._ied_rules import EigenConditions, symmetric_product
-from pmaf._linalg import eigh
+from pmaf._linalg import square_range
 from pmaf._neumann import neumann
 from pmaf.gradients import Implicit
 from pmaf.gradients._tangent import Helper
@@ -102,7 +103,7 @@ def _power(A: Tensor, largest: bool, flat: bool) -> _Steps | None:
         y = torch.bmm(y, matrix)
     start = Start(y, None, _FIRST, before)
     found = dominant(product, product, start, TOLERANCE * torch.finfo(A.dtype).eps, True)
-    if found is None or not float(size.amin()) > _least(A.dtype):
+    if found is None or not float(size.amin()) > square_range(A.dtype)[0]:
         return None
     size = size if largest else -size
     return _Steps(matrix, 0.5 * size, found.values, found.rows, found.rate)
@@ -114,12 +115,6 @@ def _starts(batch: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         ones = torch.ones(n, dtype=dtype).expand(batch, 1, n)
         return ones, fixed_rows(n, dtype, ones.device)[:1].expand(batch, 1, n)
-
-
-def _least(dtype: torch.dtype) -> float:
-    """The norm from which no square that matters is lost."""
-    info = torch.finfo(dtype)
-    return (info.tiny / info.eps) ** 0.5
 
 
 # Below this size an attempt in vain costs too much of a decomposition.

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, eigh, matvec, rmatvec
+from pmaf._eigh import eigh
+from pmaf._linalg import dot, matvec, rmatvec
 
 
 class Spectrum(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pmaf import sphere
-from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec
+from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec, square_range
 from pmaf.errors import require_finite
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.spectrum import (
@@ -292,8 +292,7 @@ _FAR = 200
 
 def in_range(gram: Tensor, g: Tensor) -> bool:
     """Whether nothing computed from these can overflow, underflow or be non-finite."""
-    info = torch.finfo(gram.dtype)
-    low, high = (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
+    low, high = square_range(gram.dtype)
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     pull = g.abs().amax(-1)
     fits = (size > low) & (size < high) & (pull < high) & ((pull > low) | (pull == 0))
