@@ -1,6 +1,7 @@
 """`pmaf bench`: fair races, honest errors, every family and competitor."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from pmaf.bench import BENCHMARKS, eigen, least_squares
 from pmaf.bench.eigen import EigenRace
 from pmaf.bench.families import EIGEN, GENERAL, SQUARES
 from pmaf.bench.general import GeneralRace
+from pmaf.bench.growth import Growth, Sweep, growth_findings
 from pmaf.bench.memory import MemoryRace
-from pmaf.bench.present import Growth, Sweep
 from pmaf.bench.race import Competitor, Race, race
 from pmaf.experiments import Row
 from pmaf.experiments.plots import DARK, drawn, picture
@@ -193,15 +194,17 @@ def _timed(size: int, ours: float, theirs: float) -> Row:
 def test_growth_is_the_exponent_of_the_times_and_a_faster_one_is_not_hidden():
     sweep = Sweep("n from 4", lambda size: size[1] >= 4)
     rows = [_timed(n, 3e-5 * n**2.0, 1e-6 * n**1.5) for n in (2, 16, 4, 8)]
-    growth = [Growth.of(sweep, "any", sweep.of(rows), name) for name in ("ours", "eigh")]
-    assert growth[0].sizes == [4, 8, 16]
-    assert growth[0].exponent == pytest.approx(2)
-    assert growth[1].exponent == pytest.approx(1.5)
-    (finding,) = Growth.findings("a race", growth)
+    growth = Growth.of(sweep, "any", rows, "eigh")
+    assert growth.sizes == [4, 8, 16]
+    assert growth.ours == pytest.approx(2)
+    assert growth.other == pytest.approx(1.5)
+    (finding,) = growth_findings("a race", [growth], "eigh")
     assert finding.holds is False
     assert "2.00 beside 1.50 (any, n from 4)" in finding.found
-    (finding,) = Growth.findings("a race", growth[::-1])
-    assert finding.holds is True
+    slower = replace(growth, ours=1.0)
+    assert growth_findings("a race", [slower], "eigh")[0].holds is True
+    assert growth_findings("a race", [slower, growth], "eigh") == [finding]
+    assert Growth.of(sweep, "any", rows[:2], "eigh") is None
 
 
 def test_memory_is_a_multiple_of_the_inputs():

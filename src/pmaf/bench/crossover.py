@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pmaf
 from pmaf.bench import eigen, least_squares
-from pmaf.bench.present import Sweep
+from pmaf.bench.growth import Sweep
 from pmaf.bench.race import Competitor
 from pmaf.experiments import Finding, Row, Scale
 from pmaf.solvers import Adaptive, Cholesky, Dense, Secular

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import pmaf
 from pmaf.bench.families import EIGEN
-from pmaf.bench.present import Sweep, ratio, shape
+from pmaf.bench.growth import Sweep
+from pmaf.bench.present import ratio, shape
 from pmaf.bench.race import Competitor, Judge, Race, Result, Task, mean
 from pmaf.experiments import Finding, Row, Scale
 from pmaf.paper.ied import METHODS

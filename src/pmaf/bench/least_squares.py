@@ -10,7 +10,8 @@ from torch import Tensor
 
 import pmaf
 from pmaf.bench.families import SQUARES
-from pmaf.bench.present import Sweep, ratio, seconds, shape
+from pmaf.bench.growth import Sweep
+from pmaf.bench.present import ratio, seconds, shape
 from pmaf.bench.race import Competitor, Judge, Race, Result, Task, mean
 from pmaf.experiments import Finding, Row, Scale
 from pmaf.gradients import DDN, Gradient, Unroll

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pmaf.experiments import Figure, Finding, Row, Table
-from pmaf.experiments.plots import Theme, legend_below
+from pmaf.experiments import Figure, Row, Table
+from pmaf.experiments.plots import Theme, legend_below, sizes_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -150,115 +148,19 @@ def summary_tables(
     return tables
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Shapes of which one size grows and nothing else.
-
-    Attributes:
-        label: What is chosen, as a figure says it.
-        chosen: Whether a shape belongs to it.
-        size: The size that grows.
-    """
-
-    label: str
-    chosen: Callable[[Sequence[int]], bool]
-    size: Callable[[Sequence[int]], int] = lambda shape: shape[-1]
-
-    def of(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows of it, by size."""
-        found = [row for row in rows if self.chosen(row.params["shape"])]
-        return sorted(found, key=lambda row: self.size(row.params["shape"]))
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How the time of a competitor grows with a size: `seconds ~ size ** exponent`."""
-
-    sweep: str
-    family: str
-    name: str
-    sizes: Sequence[int]
-    exponent: float | None
-
-    @classmethod
-    def of(cls, sweep: Sweep, family: str, rows: Sequence[Row], name: str) -> Growth:
-        """Fitted by least squares to the logarithms."""
-        points = [
-            (sweep.size(row.params["shape"]), spent)
-            for row in rows
-            if (spent := seconds(row.values, name, "both")) is not None
-        ]
-        exponent = None
-        if len(points) > 2:
-            xs, ys = ([math.log(x) for x in column] for column in zip(*points))
-            exponent = statistics.linear_regression(xs, ys).slope
-        return cls(sweep.label, family, name, [size for size, _ in points], exponent)
-
-    @staticmethod
-    def findings(title: str, growth: Sequence[Growth]) -> list[Finding]:
-        """Where ours grows faster than what it is held against, by most."""
-        pairs = [
-            (ours.exponent - theirs.exponent, ours, theirs)
-            for ours, theirs in zip(growth[::2], growth[1::2])
-            if ours.exponent is not None and theirs.exponent is not None
-        ]
-        if not pairs:
-            return []
-        by, ours, theirs = max(pairs, key=lambda pair: pair[0])
-        return [
-            Finding(
-                f"{title}: exponent of growth beside {theirs.name}'s, most",
-                "not above",
-                f"{ours.exponent:.2f} beside {theirs.exponent:.2f} ({ours.family}, {ours.sweep})",
-                by <= 0,
-            )
-        ]
-
-
-def growth_table(name: str, growth: Sequence[Growth]) -> Table:
-    """The exponents, ours beside the other's."""
-    other = growth[1].name
-    columns = [("", "family"), ("", "what grows"), ("", "from"), ("", "to")]
-    columns += [("exponent", OURS), ("exponent", other)]
-    lines = [
-        [ours.family, ours.sweep, ours.sizes[0], ours.sizes[-1], ours.exponent, theirs.exponent]
-        for ours, theirs in zip(growth[::2], growth[1::2])
-        if ours.sizes
-    ]
-    return Table.of(
-        name,
-        "Growth of the time of both passes",
-        columns,
-        lines,
-        formats={("exponent", OURS): "{:.2f}", ("exponent", other): "{:.2f}"},
-        note="Time ~ size to this power, fitted by least squares to the logarithms.",
-        folded=True,
-    )
-
-
 Value = Callable[[Found, str, str], "float | None"]
 
 
-def ratios_figure(
-    name: str, caption: str, panels: Mapping[str, Sequence[Row]], names: Sequence[str]
+def sizes_figure(
+    name: str,
+    caption: str,
+    panels: Mapping[str, Sequence[Row]],
+    names: Sequence[str],
+    value: Value,
+    label: str,
 ) -> Figure:
-    """Times of both passes over ours against size, one panel a family."""
-
-    def draw(theme: Theme) -> Drawing:
-        return _draw(panels, names, ratio, "time ÷ ours", theme)
-
-    return Figure(name, caption, draw)
-
-
-def times_figure(
-    name: str, caption: str, panels: Mapping[str, Sequence[Row]], names: Sequence[str]
-) -> Figure:
-    """Times of both passes against size, one panel a family."""
-
-    def draw(theme: Theme) -> Drawing:
-        return _draw(panels, names, seconds, "seconds", theme)
-
-    return Figure(name, caption, draw)
+    """A value of both passes, `ratio` or `seconds`, against size, one panel a family."""
+    return Figure(name, caption, lambda theme: _draw(panels, names, value, label, theme))
 
 
 def _draw(
@@ -270,7 +172,7 @@ def _draw(
 ) -> Drawing:
     import matplotlib.pyplot as plt
 
-    wide = min(3, len(panels))
+    wide = 2 if len(panels) == 4 else min(3, len(panels))
     tall = math.ceil(len(panels) / wide)
     figure, grid = plt.subplots(
         tall,
@@ -292,7 +194,8 @@ def _draw(
                 label=other,
             )
         axes.plot(*_points(rows, OURS, value), color=theme.ours, linewidth=2.5, label=OURS)
-        axes.set(xscale="log", yscale="log", title=title, xlabel="n")
+        sizes_axis(axes, _ticks(rows), "n")
+        axes.set(yscale="log", title=title)
     for axes in grid[:, 0]:
         axes.set_ylabel(label)
     for axes in grid.flat[len(panels) :]:
@@ -300,6 +203,13 @@ def _draw(
     legend_below(figure, grid[0, 0], 5)
     plt.close(figure)
     return figure
+
+
+def _ticks(rows: Sequence[Row]) -> list[int]:
+    """The powers of two among the sizes, every other one if they are many."""
+    sizes = sorted({row.params["shape"][-1] for row in rows})
+    powers = [size for size in sizes if size & (size - 1) == 0] or sizes
+    return powers[:: 1 + (len(powers) > 6)]
 
 
 def _points(rows: Sequence[Row], name: str, value: Value) -> tuple[list[int], list[float]]:

@@ -14,17 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.bench.growth import Growth, Sweep, growth_findings, growth_table
 from pmaf.bench.present import (
-    Growth,
-    Sweep,
-    growth_table,
-    ratios_figure,
+    ratio,
     ratios_table,
     rows_of,
+    sizes_figure,
     skipped,
     summary_tables,
-    times_figure,
 )
+from pmaf.bench.present import seconds as seconds_of
 from pmaf.experiments import Cell, Experiment, Finding, Row, Scale, Section
 from pmaf.experiments.measure import seconds
 
@@ -136,32 +135,36 @@ class Race(Experiment):
             if (chosen := self.panel.of(found))
         }
         names = list(self.competitors)
+        other = names[1]
         growth = [
-            Growth.of(sweep, family, chosen, name)
+            entry
             for sweep in self.sweeps
             for family, found in by_family.items()
-            if len(chosen := sweep.of(found)) > 2
-            for name in names[:2]
+            if (entry := Growth.of(sweep, family, found, other)) is not None
         ]
         figures = [
-            ratios_figure(
+            sizes_figure(
                 f"bench-{self.name}",
                 f"Both passes, {self.panel.label}, as multiples of ours (forward alone of what has "
                 "no gradient); above the line is slower than ours.",
                 panels,
                 names,
+                ratio,
+                "time ÷ ours",
             ),
-            times_figure(
+            sizes_figure(
                 f"bench-{self.name}-times",
                 f"Both passes, {self.panel.label}: seconds against n.",
                 panels,
                 names,
+                seconds_of,
+                "seconds",
             ),
         ]
         tables = [
             table
             for part in self.compared
-            for table in summary_tables(f"bench-{self.name}-{part}", by_family, names[1], part)
+            for table in summary_tables(f"bench-{self.name}-{part}", by_family, other, part)
         ]
         tables += [
             ratios_table(
@@ -170,9 +173,9 @@ class Race(Experiment):
             for family, found in by_family.items()
         ]
         if growth:
-            tables.append(growth_table(f"bench-{self.name}-growth", growth))
+            tables.append(growth_table(f"bench-{self.name}-growth", growth, other))
         return Section(
-            findings=[*self.findings(by_family), *Growth.findings(self.title, growth)],
+            findings=[*self.findings(by_family), *growth_findings(self.title, growth, other)],
             figures=figures if panels else [],
             tables=tables,
             notes=skipped([row for found in by_family.values() for row in found]),
