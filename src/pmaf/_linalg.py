@@ -33,6 +33,34 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
+def long_norm(x: Tensor) -> Tensor:
+    """The same, by sums: of a million numbers torch's norm keeps five digits in float32.
+
+    For rows of a few dozen numbers on the CPU it is several times faster as well.
+    """
+    return (x * x).sum(-1).sqrt()
+
+
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of rows, `(B, p, n)` and `(B, q, n)` to `(B, p, q)`.
+
+    Long ones in blocks: summed from end to end, a million products in float32 lose a digit.
+    """
+    n = x.shape[-1]
+    if n < _LONG:
+        return torch.bmm(x, y.mT)
+    cut = n // _BLOCK * _BLOCK
+    found = x.new_empty(len(x), x.shape[1], y.shape[1])
+    for total, a, b in zip(found, x, y):
+        left, right = (z[:, :cut].unflatten(-1, (-1, _BLOCK)).movedim(1, 0) for z in (a, b))
+        torch.sum(torch.bmm(left, right.mT), 0, out=total)
+        total.addmm_(a[:, cut:], b[:, cut:].mT)
+    return found
+
+
+_LONG, _BLOCK = 1 << 16, 1 << 12
+
+
 def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     """`Σ left rightᵀ`, summed over whatever batch dimensions `shape` does not have.
 
