@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,18 @@ class ConvergenceError(RuntimeError):
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def shape_of(x: Tensor) -> str:
+class Typed(Protocol):
+    """What a tensor and an operator have in common."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def shape_of(x: Typed) -> str:
     return str(tuple(x.shape))
 
 
@@ -45,7 +57,7 @@ def require_vector(name: str, x: object, letter: str) -> None:
         raise ValueError(f"{name} must have shape (*, {letter}); got a scalar")
 
 
-def require_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+def require_alike(name: str, x: Typed, other_name: str, other: Typed) -> None:
     """`x` and `other` have one dtype and one device."""
     if x.dtype != other.dtype:
         raise TypeError(

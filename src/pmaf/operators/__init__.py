@@ -1,0 +1,23 @@
+"""What `A` may be besides a dense tensor: matrices that are known by their products."""
+
+from pmaf.operators._base import Operator, as_operator
+from pmaf.operators.combined import Scaled, Sum
+from pmaf.operators.diagonal import Diagonal
+from pmaf.operators.gram import Gram
+from pmaf.operators.low_rank import LowRank
+from pmaf.operators.matrix import Matrix
+from pmaf.operators.matvec import FromMatvec
+from pmaf.operators.sparse import Sparse
+
+__all__ = [
+    "Diagonal",
+    "FromMatvec",
+    "Gram",
+    "LowRank",
+    "Matrix",
+    "Operator",
+    "Scaled",
+    "Sparse",
+    "Sum",
+    "as_operator",
+]

@@ -1,0 +1,109 @@
+"""Sums and multiples of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_alike, require_broadcast
+from pmaf.operators._base import Operator
+
+
+class Sum(Operator):
+    """`A + B + …`."""
+
+    def __init__(self, *parts: Operator) -> None:
+        first, *others = parts
+        for part in others:
+            if part.shape[-2:] != first.shape[-2:]:
+                raise ValueError(f"{first!r} and {part!r} do not add up: their shapes differ")
+            require_alike(repr(part), part, repr(first), first)
+            require_broadcast(repr(first), first.batch_shape, repr(part), part.batch_shape)
+        self.parts = parts
+        self.symmetric = all(part.symmetric for part in parts)
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
+        return torch.Size((*batch, *self.parts[0].shape[-2:]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for part in self.parts for x in part.tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
+        pairs = zip(self.parts, _split(self.parts, tensors))
+        return Sum(*(part.with_tensors(own) for part, own in pairs))
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return reduce(add, (part.matvec(rows) for part in self.parts))
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return reduce(add, (part.rmatvec(rows) for part in self.parts))
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        pairs = zip(self.parts, _split(self.parts, needs))
+        return [dx for part, own in pairs for dx in part.pullback(left, right, own)]
+
+    def __repr__(self) -> str:
+        return f"Sum({', '.join(map(repr, self.parts))})"
+
+
+def _split(parts: Sequence[Operator], items: Sequence) -> list[Sequence]:
+    """As many items for each part as it has tensors."""
+    found, at = [], 0
+    for part in parts:
+        found.append(items[at : at + len(part.tensors)])
+        at += len(part.tensors)
+    return found
+
+
+class Scaled(Operator):
+    """A number times an operator."""
+
+    def __init__(self, part: Operator, factor: float) -> None:
+        self.part, self.factor = part, float(factor)
+        self.symmetric = part.symmetric
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.part.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Scaled:
+        return Scaled(self.part.with_tensors(tensors), self.factor)
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self.factor * self.part.matvec(rows)
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return self.factor * self.part.rmatvec(rows)
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        return self.part.pullback(self.factor * left, right, needs)
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.part!r}, {self.factor})"

@@ -1,0 +1,38 @@
+"""Diagonal matrices: shifts, degrees, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_vector
+from pmaf.operators._base import Operator
+
+
+class Diagonal(Operator):
+    """The matrix with diagonal `d` of shape `(*, n)`.
+
+    `Diagonal(degrees) - Sparse(adjacency)` is the Laplacian of a graph.
+    """
+
+    symmetric = True
+
+    def __init__(self, d: Tensor) -> None:
+        require_vector("d", d, "n")
+        self.d = d
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.d.shape, self.d.shape[-1]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.d,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Diagonal:
+        return Diagonal(*tensors)
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return rows * self.d.unsqueeze(-2)

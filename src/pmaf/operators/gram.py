@@ -1,0 +1,64 @@
+"""`XᵀX` without forming it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.operators._base import Operator, as_operator
+
+
+class Gram(Operator):
+    """`scale·XᵀX` for `X` of shape `(*, m, n)`: `pmaf.ied(Gram(X))` is PCA.
+
+    A product costs O(mn), and a gradient of `X` is of rank two for each vector.
+
+    Args:
+        X: a tensor, dense, sparse or spread over ranks by rows as a DTensor; or an operator,
+            for example `Matrix(X) - LowRank(ones, mean)` for centred data.
+        scale: `1/(m − 1)` makes it a covariance.
+
+    >>> import torch, pmaf
+    >>> X = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    >>> pmaf.ied(pmaf.operators.Gram(X)).values
+    tensor(9.0000)
+    """
+
+    symmetric = True
+
+    def __init__(self, X: Any, scale: float = 1.0) -> None:
+        self.X, self.scale = as_operator(X), float(scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        n = self.X.shape[-1]
+        return torch.Size((*self.X.batch_shape, n, n))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.X.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.X.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.X.device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Gram:
+        return Gram(self.X.with_tensors(tensors), self.scale)
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        image = self.X.rmatvec(self.X.matvec(rows))
+        return image if self.scale == 1 else self.scale * image
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        if not any(needs):
+            return [None for _ in needs]
+        both = torch.cat([left, right], -2)
+        swapped = torch.cat([right, left], -2)
+        return self.X.pullback(self.X.matvec(self.scale * both), swapped, needs)

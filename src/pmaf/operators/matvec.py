@@ -1,0 +1,118 @@
+"""Any function that multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pmaf.operators._base import Operator
+
+
+class FromMatvec(Operator):
+    """A function `matvec(u, *params)` as a matrix; gradients reach `params`.
+
+    Args:
+        matvec: linear in `u`, `(*, n)` to `(*, m)`, with `*` the batch of `shape`;
+            differentiable in `params`.
+        shape: `(*, m, n)`.
+        params: the tensors that gradients are wanted for. Any other tensor that `matvec` uses
+            is a constant.
+        rmatvec: the same for the transpose. Unless given, the transpose comes from autograd,
+            one vector–Jacobian product of `matvec` in `u`.
+        dtype: of the vectors; that of the first of `params`, or torch's default.
+        device: where they live; that of the first of `params`, or the CPU.
+
+    >>> import torch, pmaf
+    >>> weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
+    >>> A = pmaf.operators.FromMatvec(lambda u, w: w * u, (3, 3), [weights])
+    >>> pmaf.ied(A).values.backward()
+    >>> weights.grad.round(decimals=5)
+    tensor([1., 0., 0.])
+    """
+
+    def __init__(
+        self,
+        matvec: Callable[..., Tensor],
+        shape: Sequence[int],
+        params: Sequence[Tensor] = (),
+        rmatvec: Callable[..., Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if len(shape) < 2 or min(shape[-2:]) < 1:
+            raise ValueError(f"shape must be (*, m, n), with m and n at least 1; got {shape}")
+        if isinstance(params, Tensor):
+            raise TypeError("params must be a sequence of tensors; got one tensor, pass [tensor]")
+        self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
+        self.params = tuple(params)
+        first = self.params[0] if self.params else torch.empty(0)
+        self._dtype, self._device = dtype or first.dtype, device or first.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.params
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FromMatvec:
+        dtype = tensors[0].dtype if tensors else self._dtype
+        return FromMatvec(
+            self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
+        )
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self._by_row("matvec", self._matvec, rows, self._shape[-2])
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        if self._rmatvec is not None:
+            return self._by_row("rmatvec", self._rmatvec, rows, self._shape[-1])
+        return self._by_row("matvec", self._transposed, rows, self._shape[-1])
+
+    def _transposed(self, x: Tensor, *params: Tensor) -> Tensor:
+        # Of a linear function the vector–Jacobian product does not depend on the point.
+        params = tuple(p.detach() for p in params)
+        u = torch.zeros_like(x[..., :1].expand(*x.shape[:-1], self._shape[-1]))
+        with torch.enable_grad():
+            u.requires_grad_()
+            image = self._checked("matvec", self._matvec, u, params, self._shape[-2])
+            if not image.requires_grad:
+                raise NotImplementedError(
+                    "autograd cannot see through matvec, so there is no product with the "
+                    "transpose; pass rmatvec"
+                )
+            return torch.autograd.grad(image, u, x)[0]
+
+    def _by_row(
+        self, name: str, function: Callable[..., Tensor], rows: Tensor, width: int
+    ) -> Tensor:
+        images = [self._checked(name, function, row, self.params, width) for row in rows.unbind(-2)]
+        return images[0].unsqueeze(-2) if len(images) == 1 else torch.stack(images, -2)
+
+    def _checked(
+        self,
+        name: str,
+        function: Callable[..., Tensor],
+        u: Tensor,
+        params: Sequence[Tensor],
+        width: int,
+    ) -> Tensor:
+        image = function(u, *params)
+        if image.shape != (*u.shape[:-1], width):
+            raise ValueError(
+                f"{name} returned shape {tuple(image.shape)} for u of shape {tuple(u.shape)}; an "
+                f"operator of shape {tuple(self._shape)} needs {(*u.shape[:-1], width)}"
+            )
+        return image

@@ -1,0 +1,182 @@
+"""Sparse tensors, with gradients in their stored values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pmaf.operators._base import Operator
+
+
+class Sparse(Operator):
+    """A sparse CSR or COO tensor `(*, m, n)`; gradients reach the stored values, no others.
+
+    What is passed to a layer as a sparse `A` becomes one of these by itself. In a training
+    loop over one pattern keep the operator and pass `operator.with_tensors([values])`: what
+    the pattern is sorted into is then made once.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0])).to_sparse_coo()
+    >>> pmaf.ied(pmaf.operators.Sparse(A)).values
+    tensor(3.)
+    """
+
+    def __init__(self, A: Tensor) -> None:
+        if A.layout not in (torch.sparse_csr, torch.sparse_coo) or A.dim() < 2:
+            raise ValueError(
+                "Sparse takes a sparse CSR or COO tensor of shape (*, m, n); "
+                f"got layout {A.layout} and shape {tuple(A.shape)}"
+            )
+        if not A.is_floating_point():
+            raise TypeError(f"A has dtype {A.dtype}; use float32 or float64")
+        if A.layout == torch.sparse_coo:
+            if A.dense_dim():
+                raise ValueError(f"A has {A.dense_dim()} dense dimensions; Sparse takes none")
+            A = A.coalesce()
+        self._shape = A.shape
+        self._values = A.values()
+        self._pattern = _Pattern.of(A)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._values,)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Sparse:
+        (values,) = tensors
+        if values.shape != self._values.shape:
+            raise ValueError(
+                f"{self!r} stores values of shape {tuple(self._values.shape)}; "
+                f"got {tuple(values.shape)}"
+            )
+        if type(values) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"the values of a sparse matrix must be a plain tensor, not {values!r}")
+        other = object.__new__(Sparse)
+        other._shape, other._pattern, other._values = self._shape, self._pattern, values
+        return other
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self._times(self._matrix, rows, self.shape[-2])
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        if not self._pattern.transposes:
+            # A single product, to see whether a matrix is symmetric, is not worth sorting for.
+            self._pattern.transposes = True
+            return self._scattered(rows)
+        return self._times(self._transposed, rows, self.shape[-1])
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        if not needs[0]:
+            return [None]
+        i, j = self._pattern.rows, self._pattern.columns
+        total = None
+        for x, y in zip(self._flat(left), self._flat(right)):
+            term = x[i].mul_(y[j])
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return [total.reshape(self._values.shape)]
+
+    @cached_property
+    def _matrix(self) -> Tensor:
+        return self._pattern.matrix(self._values.detach())
+
+    @cached_property
+    def _transposed(self) -> Tensor:
+        return self._pattern.transposed.matrix(self._values.detach())
+
+    def _times(self, matrix: Tensor, rows: Tensor, width: int) -> Tensor:
+        flat = self._flat(rows)
+        # A vector is a third faster than a matrix with one column.
+        image = (matrix @ flat[0]).unsqueeze(0) if len(flat) == 1 else (matrix @ flat.T).T
+        return self._unflat(image, rows, width)
+
+    def _unflat(self, image: Tensor, rows: Tensor, width: int) -> Tensor:
+        if self.batch_shape:
+            image = image.reshape(len(image), *self.batch_shape, width).movedim(0, -2)
+        return image.reshape(*rows.shape[:-1], width)
+
+    def _scattered(self, rows: Tensor) -> Tensor:
+        flat, pattern = self._flat(rows), self._pattern
+        image = flat.new_zeros(len(flat), pattern.width)
+        values = self._values.detach().reshape(-1)
+        for x, total in zip(flat, image):
+            total.index_add_(0, pattern.columns, x[pattern.rows].mul_(values))
+        return self._unflat(image, rows, self.shape[-1])
+
+    def _flat(self, rows: Tensor) -> Tensor:
+        """Rows `(*, p, n)` as `(p, B·n)`, what a block-diagonal matrix takes."""
+        if self.batch_shape:
+            return rows.movedim(-2, 0).reshape(rows.shape[-2], -1)
+        return rows.reshape(-1, rows.shape[-1])
+
+
+class _Pattern:
+    """Where a block-diagonal matrix, one block for each batch entry, has entries."""
+
+    def __init__(
+        self, starts: Tensor, columns: Tensor, width: int, order: Tensor | None = None
+    ) -> None:
+        self.starts, self.columns, self.width = starts, columns, width
+        self.order = order  # of the values, None if as stored
+        self.transposes = False  # whether products with the transpose have been asked for
+
+    @staticmethod
+    def of(A: Tensor) -> _Pattern:
+        *batch, m, n = A.shape
+        B = torch.Size(batch).numel()
+        if A.layout == torch.sparse_coo:
+            *lead, i, j = A.indices()
+            entry = torch.zeros_like(i)
+            for size, index in zip(batch, lead):
+                entry = entry * size + index
+            # Coalesced indices are sorted, so they are already in the order of CSR.
+            starts = _starts(entry * m + i, B * m)
+            return _Pattern(*_narrow(starts, entry * n + j, B * n), B * n)
+        crow, col = A.crow_indices().reshape(B, m + 1), A.col_indices().reshape(B, -1)
+        entry = torch.arange(B, device=col.device, dtype=torch.int64).unsqueeze(-1)
+        starts = (crow[:, :-1] + entry * col.shape[-1]).reshape(-1)
+        starts = torch.cat([starts, starts.new_full((1,), col.numel())])
+        return _Pattern(*_narrow(starts, (col + entry * n).reshape(-1), B * n), B * n)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row of each entry."""
+        counts = self.starts.diff()
+        index = torch.arange(len(counts), device=counts.device, dtype=self.starts.dtype)
+        return index.repeat_interleave(counts)
+
+    @cached_property
+    def transposed(self) -> _Pattern:
+        order = torch.argsort(self.columns, stable=True)
+        starts = _starts(self.columns, self.width).to(self.starts.dtype)
+        return _Pattern(starts, self.rows[order], len(self.starts) - 1, order)
+
+    def matrix(self, values: Tensor) -> Tensor:
+        values = values.reshape(-1) if self.order is None else values.reshape(-1)[self.order]
+        shape = (len(self.starts) - 1, self.width)
+        with warnings.catch_warnings():
+            # That CSR tensors are a beta feature is no news to whoever passes a sparse one.
+            warnings.filterwarnings("ignore", message=".*[Ss]parse", category=UserWarning)
+            return torch.sparse_csr_tensor(
+                self.starts, self.columns, values, shape, check_invariants=False
+            )
+
+
+def _starts(sorted_or_not: Tensor, size: int) -> Tensor:
+    """Where each row begins, given the row of every entry."""
+    counts = torch.bincount(sorted_or_not, minlength=size)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _narrow(starts: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """In 32 bits where they suffice: half the memory, and twice as fast on the CPU."""
+    if max(columns.numel(), width, starts.numel()) < 2**31:
+        return starts.int(), columns.int()
+    return starts, columns
