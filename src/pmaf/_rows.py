@@ -1,0 +1,153 @@
+"""Products of an operator with the rows that solvers work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf import _spread
+from pmaf._linalg import long_norm, power_of_two
+from pmaf.errors import require_finite
+from pmaf.operators import Operator
+from pmaf.solvers._base import Outcome
+from pmaf.solvers._products import fixed_rows
+
+
+class Rows:
+    """Products with rows `(B, p, n)`, as plain tensors that every rank has.
+
+    The only place that knows how a batch is laid out and whether the operator is spread over
+    ranks: what happens between two products is the same everywhere.
+    """
+
+    def __init__(self, A: Operator, batch: torch.Size) -> None:
+        self.A, self.entries = A, batch.numel()
+        self.mesh = _spread.mesh_of(*A.tensors)
+        self.scale = torch.zeros(self.entries)  # of the matrix, once a search has seen it
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.matvec(self.lift(rows)), rows)
+
+    def transposed(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.rmatvec(self.lift(rows)), rows)
+
+    def symmetric_part(self, rows: Tensor) -> Tensor:
+        lifted = self.lift(rows)
+        return self.lower(self.A.matvec(lifted) + self.A.rmatvec(lifted), rows).mul_(0.5)
+
+    def gram(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.rmatvec(self.A.matvec(self.lift(rows))), rows)
+
+    def pulled(self, b: Tensor) -> Tensor:
+        """`Aᵀb`, `(B, 1, n)`, for `b` of shape `(*, m)`, which may be spread itself."""
+        b = b.reshape(*self.A.batch_shape, -1, b.shape[-1])
+        pulled = self.A.rmatvec(_spread.replicate(b, self.mesh))
+        return _spread.whole(pulled).reshape(self.entries, 1, -1)
+
+    def lift(self, rows: Tensor) -> Tensor:
+        """As the operator takes them."""
+        # One matrix for a whole batch of problems has a row for each.
+        rows = rows.reshape(*self.A.batch_shape, -1, rows.shape[-1])
+        return _spread.replicate(rows, self.mesh)
+
+    def lower(self, images: Tensor, rows: Tensor) -> Tensor:
+        return _spread.whole(images).reshape(self.entries, rows.shape[1], -1)
+
+    def agreed(self, done: Tensor) -> bool:
+        return _spread.agreed(done, self.mesh)
+
+    @cached_property
+    def of_symmetric_part(self) -> Callable[[Tensor], Tensor]:
+        """Products with `½(A + Aᵀ)`, one-sided where that is the same."""
+        return self if self.A.symmetric or not self._is_lopsided() else self.symmetric_part
+
+    def _is_lopsided(self) -> bool:
+        """Whether a product with the transpose is another, as far as one vector shows."""
+        n = self.A.shape[-1]
+        row = fixed_rows(n, self.A.dtype, self.A.device)[:1].expand(self.entries, 1, n)
+        try:
+            other = self.transposed(row)
+        except NotImplementedError:
+            return False
+        image = self(row)
+        rounding = n**0.5 * torch.finfo(image.dtype).eps
+        difference = long_norm(image - other)
+        same = difference <= rounding * long_norm(image)
+        return not self.agreed(same | ~torch.isfinite(difference))
+
+    def unit(self, image: Tensor) -> Tensor:
+        """Powers of two `(B,)` of the size of an image; an error if there is none."""
+        size = image.abs().amax((-2, -1))
+        if not torch.isfinite(size).all():
+            self.require_finite()
+            raise ValueError(
+                f"a product with {self.A!r} overflows {image.dtype}; scale it down, or use float64"
+            )
+        return power_of_two(size)
+
+    def pull_back(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of `Σ leftᵀ A right`, rows as the operator takes them, spread as it is."""
+        found = self.A.pullback(left, right, needs)
+        return [
+            None if dx is None else _spread.alike(dx, x) for dx, x in zip(found, self.A.tensors)
+        ]
+
+    def guarded(self, find: Callable[..., Outcome], *arguments: Any) -> Outcome:
+        """What `find` finds, or an error that says which numbers are not finite."""
+        try:
+            outcome = find(self, *arguments)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            self.require_finite()
+            raise
+        if not torch.isfinite(outcome.multiplier).all():
+            self.require_finite()
+        return outcome
+
+    def require_finite(self) -> None:
+        """An error that names the tensor with numbers that are not finite."""
+        for i, x in enumerate(self.A.tensors):
+            here = _spread.local(x)
+            require_finite(**{f"tensor {i} of {self.A!r}": (here, here.dim())})
+
+
+def spread_alike(A: Operator, *others: Tensor) -> Operator:
+    """An operator of tensors of which none or all are spread over ranks.
+
+    All of them, if one of the others is.
+    """
+    mesh = _spread.mesh_of(*A.tensors, *others)
+    if mesh is None:
+        return A
+    return A.with_tensors([_spread.replicate(x, mesh) for x in A.tensors])
+
+
+def joined(found: Any, A: Operator, *others: Tensor) -> Any:
+    """A solution that every rank has, as DTensors if what it comes from is spread over ranks."""
+    mesh = _spread.mesh_of(*A.tensors, *others)
+    if mesh is None:
+        return found
+    return _spread.replace_tensors(found, lambda x: _spread.replicate(x, mesh))
+
+
+def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that say so when they are differentiated again, which they cannot be."""
+    if not torch.is_grad_enabled():
+        return list(gradients)
+    return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the gradient of a solve by products cannot be differentiated again; "
+            "for second derivatives pass A as a dense tensor"
+        )

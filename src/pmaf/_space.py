@@ -1,0 +1,207 @@
+"""The search for a solution in a subspace that grows by products.
+
+A space has orthonormal rows `(B, j, n)`, their images under a linear map, and the map as
+seen from inside, a matrix `(B, j, j)`. A problem posed inside it is small; its solution has
+a residual outside, and that is where the space grows. From one vector this is the Krylov
+space of Lanczos and Arnoldi; when the space is full, the best of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pmaf._linalg import inner, long_norm
+from pmaf.solvers._products import fixed_rows
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Inside(NamedTuple):
+    """The solution of a small problem."""
+
+    values: Tensor  # (B, w), eigenvalues or a multiplier
+    rows: Tensor  # (B, w, j), coefficients of the solution
+    kept: Tensor  # (B, q, j), orthonormal coefficients of what a restart keeps
+    gap: Tensor  # (B,)
+    scale: Tensor  # (B,), what a residual is measured against
+
+
+class Task(Protocol):
+    """What is looked for."""
+
+    width: int  # rows of a solution
+
+    def inside(self, space: Space) -> Inside: ...
+
+    def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
+        """`(B, w, n)`, zero at a solution."""
+        ...
+
+
+class Found(NamedTuple):
+    """Where a search ended."""
+
+    values: Tensor  # (B, w)
+    rows: Tensor  # (B, w, n)
+    residual: Tensor  # (B,), relative
+    gap: Tensor  # (B,)
+    products: int
+    converged: Tensor  # (B,) bool
+    scale: Tensor  # (B,)
+
+
+class Space:
+    """Orthonormal rows, their images, and the map between them as a small matrix."""
+
+    def __init__(self, product: Product, start: Tensor, size: int, symmetric: bool) -> None:
+        B, _, n = start.shape
+        self.product, self.symmetric = product, symmetric
+        self.size = min(size, n)
+        self._rows = start.new_empty(B, self.size, n)
+        self._images = start.new_empty(B, self.size, n)
+        self._matrix = start.new_zeros(B, self.size, self.size)
+        self.reach = start.new_zeros(B, 1)  # length of the longest image so far
+        self.width = self.products = 0
+
+    @property
+    def rows(self) -> Tensor:
+        return self._rows[:, : self.width]
+
+    @property
+    def images(self) -> Tensor:
+        return self._images[:, : self.width]
+
+    @property
+    def matrix(self) -> Tensor:
+        """`(B, j, j)`: entry (a, b) is row a times the image of row b."""
+        return self._matrix[:, : self.width, : self.width]
+
+    @property
+    def full(self) -> bool:
+        return self.width == self.size
+
+    def grow(self, block: Tensor) -> Tensor:
+        """Add what rows `(B, p, n)` have beside the space, as far as there is room.
+
+        Returns what the images of the added have beside it.
+        """
+        block = self._beside(block[:, : self.size - self.width])
+        image = self.product(block)
+        self.products += 1
+        old, self.width = self.width, self.width + block.shape[1]
+        self._rows[:, old : self.width] = block
+        self._images[:, old : self.width] = image
+        column = inner(self.rows, image)
+        self._matrix[:, : self.width, old : self.width] = column
+        if self.symmetric:
+            self._matrix[:, old : self.width, : self.width] = column.mT
+        elif old:
+            self._matrix[:, old : self.width, :old] = inner(block, self._images[:, :old])
+        self.reach = torch.maximum(self.reach, long_norm(image).amax(-1, keepdim=True))
+        return torch.baddbmm(image, column.mT, self.rows, alpha=-1)
+
+    def keep(self, coefficients: Tensor) -> None:
+        """Shrink to the span of these combinations, orthonormal rows `(B, q, j)`."""
+        q = coefficients.shape[1]
+        rows, images = coefficients.bmm(self.rows), coefficients.bmm(self.images)
+        matrix = coefficients.bmm(self.matrix).bmm(coefficients.mT)
+        self._rows[:, :q], self._images[:, :q] = rows, images
+        self._matrix[:, :q, :q] = matrix
+        self.width = q
+
+    def _beside(self, block: Tensor) -> Tensor:
+        """Orthonormal rows for the part of the block outside the space."""
+        n = block.shape[-1]
+        eps = torch.finfo(block.dtype).eps
+        least = _ROUNDINGS * eps * self.reach
+        # Once loses digits where little is left; in a small space that may happen twice.
+        for attempt in range(3 if n <= _SMALL else 2):
+            if self.width:
+                block = torch.baddbmm(block, inner(block, self.rows), self.rows, alpha=-1)
+            length = long_norm(block)
+            # Of an invariant space nothing is left but rounding: go on somewhere else.
+            gone = length <= (least if attempt == 0 else eps**0.5)
+            unit = block / torch.where(gone, 1, length).unsqueeze(-1)
+            block = torch.where(gone.unsqueeze(-1), self._spare(block, attempt), unit)
+            if block.shape[1] > 1:
+                block = torch.linalg.qr(block.mT).Q.mT
+        return block
+
+    def _spare(self, block: Tensor, attempt: int) -> Tensor:
+        n, p = block.shape[-1], block.shape[1]
+        row = fixed_rows(n, block.dtype, block.device)[0] / n**0.5
+        shift = 1 + self.width + attempt * n // 3
+        return torch.stack([row.roll(shift + i) for i in range(p)])
+
+
+def search(
+    product: Product,
+    start: Tensor,
+    task: Task,
+    *,
+    size: int,
+    tolerance: float,
+    limit: int,
+    symmetric: bool,
+    agreed: Callable[[Tensor], bool],
+) -> Found:
+    """Grow a space until the residual is small, relative to the scale of the task.
+
+    Args:
+        product: of rows `(B, p, n)`.
+        start: `(B, p, n)`, no row zero.
+        size: of the space; when it is full, the best is kept.
+        tolerance: on the residual.
+        limit: on the products.
+        agreed: whether a mask `(B,)` holds for all.
+    """
+    space = Space(product, start, size, symmetric)
+    rest = space.grow(start)
+    look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
+    history: list[Tensor] = []
+    while True:
+        if space.full or space.width >= look:
+            inside = task.inside(space)
+            rows, images = inside.rows.bmm(space.rows), inside.rows.bmm(space.images)
+            rest = task.residual(inside.values, rows, images)
+            residual = long_norm(rest).amax(-1) / _safe(inside.scale)
+            done = residual <= tolerance
+            history.append(residual)
+            everything = space.width == rows.shape[-1]
+            spent = everything or space.products >= limit
+            if spent or agreed(done | _hopeless(history, tolerance)):
+                return Found(
+                    inside.values, rows, residual, inside.gap, space.products, done, inside.scale
+                )
+            look = space.width + max(1, space.width // 4)
+            if space.full:
+                space.keep(inside.kept)
+                look = space.width + max(1, (space.size - space.width) // 2)
+        rest = space.grow(rest)
+
+
+def _hopeless(history: list[Tensor], tolerance: float) -> Tensor:
+    """Where rounding keeps a residual near its tolerance from falling, or there are no numbers."""
+    now = history[-1]
+    if len(history) < _PATIENCE:
+        return ~torch.isfinite(now)
+    stuck = (now <= _NEAR * tolerance) & (now >= 0.5 * history[-_PATIENCE])
+    return stuck | ~torch.isfinite(now)
+
+
+def _safe(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1, x)
+
+
+# A remainder this many roundings long is rounding.
+_ROUNDINGS = 4.0
+# Up to so many rows a space may come to be the whole, and a third projection costs nothing.
+_SMALL = 1000
+# Vectors before the first look.
+_FIRST = 6
+# Looks without progress, near the tolerance, after which there will be none.
+_PATIENCE, _NEAR = 8, 1e3
