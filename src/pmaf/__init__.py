@@ -7,7 +7,7 @@ differentiates the solution implicitly:
 * `ied`, implicit eigen decomposition: the top eigenvectors of a matrix.
 """
 
-from pmaf import gradients, metrics, solvers
+from pmaf import gradients, metrics, operators, solvers
 from pmaf._solve import Certificate, Solution, certify, solve
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
@@ -30,6 +30,7 @@ __all__ = [
     "ied",
     "less",
     "metrics",
+    "operators",
     "solve",
     "solvers",
 ]

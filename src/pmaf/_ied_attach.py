@@ -99,7 +99,7 @@ def solve_in_range(
     )
 
 
-def full_precision(A: Tensor) -> AbstractContextManager[Any]:
+def full_precision(A: errors.Typed) -> AbstractContextManager[Any]:
     """Without autocast, if there is any."""
     device = A.device.type
     if torch.is_autocast_enabled(device):

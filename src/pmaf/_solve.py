@@ -7,11 +7,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.solvers import Auto, Outcome, Solver
+
+
+@dataclass(eq=False)
+class Backward:
+    """What a backward pass from products alone reports; nothing before it has run.
+
+    Attributes:
+        residual: of its linear system, relative to the incoming gradient, one per entry.
+        iterations: products it took.
+        converged: whether the residual is down to rounding, one per entry.
+    """
+
+    residual: Tensor | None = None
+    iterations: int | None = None
+    converged: Tensor | None = None
+
+    def fill(self, residual: Tensor, iterations: int, converged: Tensor) -> None:
+        """Note the result, and warn if there is a gradient that is not solved for."""
+        self.residual, self.iterations, self.converged = residual, iterations, converged
+        if converged.all():
+            return
+        warnings.warn(
+            f"the linear system of the gradient was not solved for {int((~converged).sum())} of "
+            f"{converged.numel()} batch entries after {iterations} products (largest residual "
+            f"{float(residual.max()):.1e}): the solution is nearly not unique, so that its "
+            "derivative is large or does not exist; look at gap, use float64, or raise "
+            "max_products",
+            ConvergenceWarning,
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +57,8 @@ class Solution:
             global minimum; zero also says that it need not be the only one.
         iterations: steps taken.
         converged: whether the solver's own stopping rule was met.
+        backward: of a solve from products alone, what the backward pass had to say about its
+            own linear system, once it has run.
     """
 
     value: Tensor
@@ -34,6 +67,7 @@ class Solution:
     gap: Tensor
     iterations: Tensor
     converged: Tensor
+    backward: Backward | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +157,25 @@ def require_rules(problem: object, solver: object, gradient: object) -> None:
         raise TypeError(
             f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
             f"use {recordable}, or gradient=Implicit()"
+        )
+
+
+def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> None:
+    """The solver and the gradient rule need no more than products with `A`."""
+    if not solver.matrix_free:
+        raise TypeError(
+            f"{solver!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Auto() or Krylov()"
+        )
+    if not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"{gradient!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Implicit()"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        raise RuntimeError(
+            f"{A!r} does not go through the transforms of torch.func; give the operator a "
+            "batch instead of vmap, and use torch.autograd"
         )
 
 

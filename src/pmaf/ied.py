@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,16 @@ from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
 from pmaf._ied_attach import attach
 from pmaf._ied_lean import solve_lean, suits
+from pmaf._ied_operator import attach_operator, certify_operator, find_eigenvectors
 from pmaf._ied_plain import attach_plain
 from pmaf._linalg import norm
-from pmaf._solve import Certificate, Solution, announce, require_rules
+from pmaf._rows import Rows, joined
+from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
+from pmaf._spread import Parts, is_spread, whole
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.solvers import Adaptive, Auto, Dense, Outcome, Solver
+from pmaf.operators import Operator, as_operator
+from pmaf.operators._base import known_by_products
+from pmaf.solvers import Adaptive, Auto, Dense, Krylov, Outcome, Solver
 from pmaf.solvers._base import encode
 
 
@@ -35,7 +40,8 @@ class PrincipalEigenvectors:
     """The problem `max tr(uᵀAu)` subject to `uᵀu = I`, one per batch entry.
 
     Args:
-        A: `(*, n, n)`. With `symmetric=True` its symmetric part is used.
+        A: `(*, n, n)`, a tensor or an operator. With `symmetric=True` its symmetric part is
+            used.
         k: how many eigenvectors; None for one, without a dimension for it.
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix, the largest
@@ -45,7 +51,7 @@ class PrincipalEigenvectors:
             ones unless given. Pass the previous solution to keep signs through training.
     """
 
-    A: Tensor
+    A: Tensor | Operator
     k: int | None = None
     largest: bool = True
     symmetric: bool = True
@@ -54,11 +60,15 @@ class PrincipalEigenvectors:
 
     def __post_init__(self) -> None:
         A, k = self.A, self.k
-        errors.require_matrix("A", A, "n, n")
+        if known_by_products(A):
+            A = as_operator(A)
+            object.__setattr__(self, "A", A)
+        else:
+            errors.require_matrix("A", A, "n, n")
         if A.shape[-1] != A.shape[-2]:
             raise ValueError(
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
-                " (for the principal directions of a data matrix X, pass X.mT @ X)"
+                " (for the principal directions of a data matrix X, pass pmaf.operators.Gram(X))"
             )
         if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
             raise TypeError(f"k must be None or an integer; got {k!r}")
@@ -89,13 +99,19 @@ class PrincipalEigenvectors:
         """Number of eigenvectors."""
         return 1 if self.k is None else self.k
 
+    @property
+    def matrix(self) -> Tensor:
+        """`A` as a dense tensor, which an operator is not."""
+        assert isinstance(self.A, Tensor)
+        return self.A
+
     def with_matrix(self, A: Tensor) -> PrincipalEigenvectors:
         """The same question about other matrices."""
         return PrincipalEigenvectors(A, self.k, symmetric=self.symmetric)
 
     def operand(self) -> Tensor:
         """The matrix whose eigenvectors are asked for."""
-        return 0.5 * (self.A + self.A.mT) if self.symmetric else self.A
+        return 0.5 * (self.matrix + self.matrix.mT) if self.symmetric else self.matrix
 
     def spectrum(self) -> Tensor:
         """All eigenvalues of the symmetric part, descending, `(*, n)`."""
@@ -103,7 +119,7 @@ class PrincipalEigenvectors:
 
     def modulus_gap(self, moduli: Tensor | None = None) -> Tensor:
         """Distance in modulus between the dominant eigenvalue and the next, `(*,)`."""
-        known = torch.linalg.eigvals(self.A.detach()).abs() if moduli is None else moduli
+        known = torch.linalg.eigvals(self.matrix.detach()).abs() if moduli is None else moduli
         if self.n == 1:
             return torch.full_like(known[..., 0], torch.inf)
         first, second = known.topk(2, -1).values.unbind(-1)
@@ -118,6 +134,8 @@ class PrincipalEigenvectors:
 
     def best_solver(self) -> Solver:
         """What `Auto()` stands for."""
+        if isinstance(self.A, Operator):
+            return _KRYLOV
         # Where a trace has to know in advance whether there will be an eigenbasis, one is
         # worth its price up to some size.
         small = self.symmetric and self.n < _TRACED_FROM
@@ -134,6 +152,8 @@ class PrincipalEigenvectors:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
+        if isinstance(self.A, Operator):
+            return certify_operator(self, value)
         A = self.A.double()
         # All three measures are relative; in these units nothing over- or underflows.
         unit = A.abs().amax((-2, -1), keepdim=True)
@@ -163,11 +183,17 @@ class PrincipalEigenvectors:
         self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
     ) -> Solution:
         require_rules(self, solver, gradient)
+        if init is not None:
+            self._require_reference(init, "init")
+        if isinstance(self.A, Operator):
+            run: Any = torch.compiler.disable(self._run_operator)
+            return run(self.A, solver.resolve(self), gradient, init, throw)
+        if is_spread(self.A):
+            return self._run_parts(self.A, solver, gradient, init, report, throw)
         A, dtype = self.A, self.A.dtype
         if 0 in self.batch_shape:
             return self._empty()
         if init is not None:
-            self._require_reference(init, "init")
             init = init if self._is_block(init) else init.unsqueeze(-1)
         if dtype in (torch.float16, torch.bfloat16):
             A, init = A.float(), None if init is None else init.float()
@@ -192,6 +218,50 @@ class PrincipalEigenvectors:
             text = encode(solver.resolve(self))
             outcome = attach(A, init, self.width, self.symmetric, text, gradient, report, throw)
         return _in(dtype, self.present(outcome))
+
+    def _run_operator(
+        self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
+    ) -> Solution:
+        require_products_suffice(A, solver, gradient)
+        if 0 in self.batch_shape:
+            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
+        if init is not None:
+            init = whole(init if self._is_block(init) else init.unsqueeze(-1))
+        dtype = A.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            A, init = A.with_tensors([x.float() for x in A.tensors]), None
+        # The smallest eigenvalues are the largest of −A, in the opposite order.
+        A = A if self.largest else -A
+        assert isinstance(solver, Krylov)
+        problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
+        outcome, backward = attach_operator(problem, solver, init, throw)
+        found = replace(_in(dtype, self.present(outcome)), backward=backward)
+        return joined(found, A)
+
+    def _run_parts(
+        self,
+        A: Tensor,
+        solver: Solver,
+        gradient: Gradient,
+        init: Tensor | None,
+        report: bool,
+        throw: bool,
+    ) -> Solution:
+        """Every rank solves the part of the batch that it has."""
+        own = {x: 2 if x is not None and self._is_block(x) else 1 for x in (self.reference, init)}
+        parts = Parts(
+            self.batch_shape,
+            dict(A=(A, 2), reference=(self.reference, own[self.reference]), init=(init, own[init])),
+        )
+        mine = replace(self, A=parts.inputs["A"], reference=parts.inputs.get("reference"))
+        start = parts.inputs.get("init")
+        found = mine.run(solver, gradient, init=start, report=report, throw=throw)
+        return parts.join_all(found)
+
+    def search(self, solver: Krylov, init: Tensor | None) -> Outcome:
+        """By products alone, whatever `A` is."""
+        rows = Rows(as_operator(self.A), self.batch_shape)
+        return find_eigenvectors(rows, self.width, self.symmetric, solver, init)
 
     def present(self, outcome: Outcome) -> Solution:
         """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
@@ -258,7 +328,7 @@ class PrincipalEigenvectors:
         errors.require_fits(name, lead, self.batch_shape)
 
     def _empty(self) -> Solution:
-        row = self.A.sum(-2)
+        row = self.matrix.sum(-2)
         vectors = row if self.k is None else row.unsqueeze(-1).expand(*row.shape, self.k)
         values = row.sum(-1) if self.k is None else row[..., : self.k]
         blank = row.detach().sum(-1)
@@ -274,6 +344,7 @@ def _in(dtype: torch.dtype, found: Solution) -> Solution:
 
 # Made once: they write themselves down, which takes longer than to solve a small problem.
 _AUTO, _IMPLICIT, _DENSE, _ADAPTIVE = Auto(), Implicit(), Dense(), Adaptive()
+_KRYLOV = Krylov()
 _WITHOUT_POWER = replace(_ADAPTIVE, power_from=math.inf)
 
 # See `best_solver`.
@@ -294,7 +365,7 @@ def _known_references(n: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def ied(
-    A: Tensor,
+    A: Tensor | Operator,
     k: int | None = None,
     *,
     largest: bool = True,
@@ -303,6 +374,7 @@ def ied(
     solver: Solver | None = None,
     gradient: Gradient | None = None,
     reference: Tensor | None = None,
+    init: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
     """Principal eigenvectors and their eigenvalues, differentiable.
@@ -312,7 +384,8 @@ def ied(
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.
-            With `symmetric=True` its symmetric part is used, and gradients are symmetric.
+            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Or a
+            sparse tensor, a DTensor, or an operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it.
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix.
@@ -321,6 +394,8 @@ def ied(
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
         reference: `(*, n)` or `(*, n, k)`, what each eigenvector is turned towards; all
             ones unless given.
+        init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
+            of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.
 
     Returns:
@@ -337,7 +412,9 @@ def ied(
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
+        and init is None
         and generator is None
+        and isinstance(A, Tensor)
         and suits(A)
     ):
         found = solve_lean(A, largest, _ADAPTIVE)
@@ -345,11 +422,11 @@ def ied(
             return Eigenpairs(*found)
         solver = _WITHOUT_POWER
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
-    init = None
-    if generator is not None:
+    if generator is not None and init is None:
         shape = (problem.n, problem.width)
         init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
-        init = init.to(A)[..., 0] if k is None else init.to(A)
+        init = init.to(problem.A.device, problem.A.dtype)
+        init = init[..., 0] if k is None else init
     solution = problem.run(
         solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
     )
@@ -380,7 +457,12 @@ class IED(nn.Module):
         self.solver, self.gradient = solver or Auto(), gradient or Implicit()
         self.generator = generator
 
-    def forward(self, A: Tensor, reference: Tensor | None = None) -> Eigenpairs:
+    def forward(
+        self,
+        A: Tensor | Operator,
+        reference: Tensor | None = None,
+        init: Tensor | None = None,
+    ) -> Eigenpairs:
         return ied(
             A,
             self.k,
@@ -390,6 +472,7 @@ class IED(nn.Module):
             solver=self.solver,
             gradient=self.gradient,
             reference=reference,
+            init=init,
             generator=self.generator,
         )
 

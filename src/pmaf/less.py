@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,15 @@ from pmaf import errors, sphere
 from pmaf._eager import plain
 from pmaf._forward import forward_less, forward_mode, require_forward
 from pmaf._less_attach import attach
+from pmaf._less_operator import attach_less_operator, certify_less_operator, find_minimiser
 from pmaf._linalg import dot, matvec, norm, rmatvec
-from pmaf._solve import Certificate, Solution, announce, require_rules
+from pmaf._rows import Rows, joined
+from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
+from pmaf._spread import Parts, is_spread, whole
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.solvers import Auto, Cholesky, Outcome, Secular, Solver
+from pmaf.operators import Matrix, Operator, as_operator
+from pmaf.operators._base import known_by_products
+from pmaf.solvers import Auto, Cholesky, Krylov, Outcome, Secular, Solver
 from pmaf.solvers._base import encode
 
 # From this many columns on a Cholesky factor is cheaper than an eigendecomposition.
@@ -29,18 +35,22 @@ class SphereLeastSquares:
     """The problem `min ½‖Au − b‖²` subject to `‖u‖ = radius`, one per batch entry.
 
     Args:
-        A: `(*, m, n)`, tall, square or wide.
+        A: `(*, m, n)`, tall, square or wide, a tensor or an operator.
         b: `(*, m)`; the batch dimensions of `A` and `b` broadcast.
         radius: of the sphere, above zero.
     """
 
-    A: Tensor
+    A: Tensor | Operator
     b: Tensor
     radius: float = 1.0
 
     def __post_init__(self) -> None:
         A, b = self.A, self.b
-        errors.require_matrix("A", A)
+        if known_by_products(A):
+            A = as_operator(A)
+            object.__setattr__(self, "A", A)
+        else:
+            errors.require_matrix("A", A)
         errors.require_vector("b", b, "m")
         errors.require_alike("A", A, "b", b)
         errors.require_positive("radius", self.radius)
@@ -61,40 +71,50 @@ class SphereLeastSquares:
     def n(self) -> int:
         return self.A.shape[-1]
 
+    @property
+    def matrix(self) -> Tensor:
+        """`A` as a dense tensor, which an operator is not."""
+        assert isinstance(self.A, Tensor)
+        return self.A
+
     def objective(self, u: Tensor) -> Tensor:
         """`½‖Au − b‖²`, `(*,)`."""
-        r = matvec(self.A, u) - self.b
+        r = matvec(self.matrix, u) - self.b
         return 0.5 * dot(r, r)
 
     def unconstrained(self) -> Tensor:
         """The solution without the constraint, `A⁺b`, `(*, n)`."""
-        A = self.A.expand(*self.batch_shape, *self.A.shape[-2:])
+        A = self.matrix.expand(*self.batch_shape, *self.A.shape[-2:])
         b = self.b.expand(*self.batch_shape, -1)
         return torch.linalg.lstsq(A, b.unsqueeze(-1)).solution.squeeze(-1)
 
     def scale(self) -> Tensor:
         """`‖A‖² + ‖Aᵀb‖/radius`, what residuals are measured against."""
-        size = self.A.square().sum((-2, -1)) + norm(rmatvec(self.A, self.b)) / self.radius
+        size = self.matrix.square().sum((-2, -1)) + norm(rmatvec(self.matrix, self.b)) / self.radius
         return torch.where(size == 0, torch.ones_like(size), size)
 
     def smallest_curvature(self) -> Tensor:
         """The smallest eigenvalue of `AᵀA`, `(*,)`."""
         if self.A.shape[-2] < self.n:
-            return self.A.new_zeros(self.A.shape[:-2])
-        return torch.linalg.svdvals(self.A)[..., -1].square()
+            return self.matrix.new_zeros(self.A.shape[:-2])
+        return torch.linalg.svdvals(self.matrix)[..., -1].square()
 
     def best_solver(self) -> Solver:
         """What `Auto()` stands for."""
+        if isinstance(self.A, Operator):
+            return _KRYLOV
         m, n = self.A.shape[-2:]
         # One eigendecomposition serves all problems that share a matrix; a factor does not.
         if not (m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape):
             return _SECULAR
         # A trace has to serve batches of any size.
-        few = plain(self.A) and self.batch_shape.numel() * n * n < _FACTORED_FROM
+        few = plain(self.matrix) and self.batch_shape.numel() * n * n < _FACTORED_FROM
         return _SECULAR if few else _CHOLESKY
 
     def certify(self, value: Tensor) -> Certificate:
         errors.require_vector("value", value, "n")
+        if isinstance(self.A, Operator):
+            return certify_less_operator(self, value)
         if value.shape != (*self.batch_shape, self.n):
             raise ValueError(
                 f"a solution of this problem has shape {(*self.batch_shape, self.n)}; "
@@ -125,6 +145,15 @@ class SphereLeastSquares:
         A, b = self.A, self.b
         if init is not None:
             self._require_init(init)
+        if isinstance(A, Operator):
+            run: Any = torch.compiler.disable(self._run_operator)
+            return run(A, solver.resolve(self), gradient, init, throw)
+        if is_spread(A) or is_spread(b):
+            parts = Parts(self.batch_shape, dict(A=(A, 2), b=(b, 1), init=(init, 1)))
+            mine = SphereLeastSquares(parts.inputs["A"], parts.inputs["b"], self.radius)
+            start = parts.inputs.get("init")
+            found = mine.run(solver, gradient, init=start, report=report, throw=throw)
+            return parts.join_all(found)
         if 0 in self.batch_shape:
             return self._empty()
         dtype = A.dtype
@@ -152,6 +181,36 @@ class SphereLeastSquares:
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
         return Solution(value.to(dtype), *outcome[1:6])
 
+    def _run_operator(
+        self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
+    ) -> Solution:
+        require_products_suffice(A, solver, gradient)
+        batch = self.batch_shape
+        if A.batch_shape not in (batch, ()):
+            raise ValueError(
+                f"{A!r} has the batch {tuple(A.batch_shape)} and the problem {tuple(batch)}; "
+                "an operator needs the whole batch, or none"
+            )
+        if 0 in batch:
+            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
+        dtype, b = A.dtype, self.b.expand(*batch, -1)
+        if dtype in (torch.float16, torch.bfloat16):
+            A, b = A.with_tensors([x.float() for x in A.tensors]), b.float()
+            init = None if init is None else init.float()
+        b = b if self.radius == 1 else b / self.radius
+        assert isinstance(solver, Krylov)
+        init = None if init is None else whole(init.detach())
+        outcome, backward = attach_less_operator(A, b, solver, init, throw)
+        value = outcome.value if self.radius == 1 else self.radius * outcome.value
+        return joined(Solution(value.to(dtype), *outcome[1:6], backward), A, b)
+
+    def search(self, solver: Krylov, init: Tensor | None) -> Outcome:
+        """By products alone, whatever `A` is."""
+        batch = self.batch_shape
+        A = as_operator(self.A)
+        A = A if A.batch_shape in (batch, ()) else Matrix(self.matrix.expand(*batch, -1, -1))
+        return find_minimiser(Rows(A, batch), self.b.expand(*batch, -1), solver, init)
+
     def _require_init(self, init: Tensor) -> None:
         errors.require_vector("init", init, "n")
         errors.require_alike("init", init, "A", self.A)
@@ -163,14 +222,14 @@ class SphereLeastSquares:
         errors.require_fits("init", init.shape[:-1], self.batch_shape)
 
     def _empty(self) -> Solution:
-        value = self.A.sum(-2) + self.b.sum(-1, keepdim=True)
+        value = self.matrix.sum(-2) + self.b.sum(-1, keepdim=True)
         blank = value.detach().sum(-1)
         count = blank.to(torch.int64)
         return Solution(value, blank, blank, blank, count, count.bool())
 
 
 def less(
-    A: Tensor,
+    A: Tensor | Operator,
     b: Tensor,
     *,
     radius: float = 1.0,
@@ -184,7 +243,8 @@ def less(
 
     Args:
         A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16
-            are computed in float32.
+            are computed in float32. Or a sparse tensor, a DTensor, or an operator of
+            `pmaf.operators`.
         b: `(*, m)`; the batch dimensions of `A` and `b` broadcast.
         radius: of the sphere.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
@@ -208,6 +268,7 @@ def less(
 
 # Made once: they write themselves down, which takes longer than to solve a small problem.
 _AUTO, _IMPLICIT, _CHOLESKY, _SECULAR = Auto(), Implicit(), Cholesky(), Secular()
+_KRYLOV = Krylov()
 
 
 class LESS(nn.Module):
@@ -231,7 +292,7 @@ class LESS(nn.Module):
         self.solver = solver or Auto()
         self.gradient = gradient or Implicit()
 
-    def forward(self, A: Tensor, b: Tensor, init: Tensor | None = None) -> Tensor:
+    def forward(self, A: Tensor | Operator, b: Tensor, init: Tensor | None = None) -> Tensor:
         return less(A, b, radius=self.radius, solver=self.solver, gradient=self.gradient, init=init)
 
     def extra_repr(self) -> str:

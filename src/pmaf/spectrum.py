@@ -88,8 +88,8 @@ def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
     if m >= n:
         floor = squares[..., 0].clamp_min(0)
         spread = squares - squares[..., :1]
-        return Spectrum(vectors.mT, _merge(spread, squares[..., -1:], tolerance), floor, False)
-    spread = _merge(squares, squares[..., -1:], tolerance)
+        return Spectrum(vectors.mT, merged(spread, squares[..., -1:], tolerance), floor, False)
+    spread = merged(squares, squares[..., -1:], tolerance)
     lengths = torch.where(spread > 0, spread, torch.ones_like(spread)).sqrt()
     # Null directions of AAᵀ have no partner in the row space: theirs are zero vectors,
     # which leaves them to the complement.
@@ -112,7 +112,7 @@ def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
     s = torch.where(s > rank_tolerance * top, s, torch.zeros_like(s))
     if m >= n:
         low = s[..., :1]
-        rise = _merge(s - low, top, merge_tolerance(A.dtype))
+        rise = merged(s - low, top, merge_tolerance(A.dtype))
         return Spectrum(basis, rise * (s + low), s[..., 0].square(), True), left, s
     basis = basis * (s > 0).unsqueeze(-1)
     return Spectrum(basis, s.square(), s.new_zeros(s.shape[:-1]), True), left, s
@@ -166,8 +166,8 @@ def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
     determinant = q + gap * s_yy
     coupled = torch.where(determinant > 0, s_yy / torch.where(determinant > 0, determinant, 1), 0)
     # Eigenvalues that rounding has made one: whatever tells them apart is at most the gap.
-    merged = lowest.sum(-1) > (1 if spectrum.complete else 0)
-    across = torch.where(merged, 1 / gap.clamp_min(torch.finfo(y.dtype).tiny), 0)
+    repeated = lowest.sum(-1) > (1 if spectrum.complete else 0)
+    across = torch.where(repeated, 1 / gap.clamp_min(torch.finfo(y.dtype).tiny), 0)
     return spectrum.top * torch.stack([coupled, inverse.amax(-1), across]).amax(0)
 
 
@@ -245,6 +245,6 @@ class TangentSolver:
         return z - self.y * dot(self.y, z).unsqueeze(-1)
 
 
-def _merge(rise: Tensor, top: Tensor, tolerance: float) -> Tensor:
+def merged(rise: Tensor, top: Tensor, tolerance: float) -> Tensor:
     """Zero whatever rises above the smallest by no more than rounding."""
     return torch.where(rise > tolerance * top.abs(), rise, torch.zeros_like(rise))

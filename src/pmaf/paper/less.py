@@ -72,7 +72,7 @@ def scipy_points(problem: SphereLeastSquares, workers: int = 1) -> Tensor:
     """
     require_extra("scipy", "paper")
     starts = ProjectedGradient().start(problem).u
-    single = list(zip(*(x.double().numpy() for x in (problem.A, problem.b, starts))))
+    single = list(zip(*(x.double().numpy() for x in (problem.matrix, problem.b, starts))))
     points = _shared(single, workers) if workers > 1 else [_slsqp(*x) for x in single]
     return torch.stack([torch.from_numpy(x) for x in points])
 

@@ -5,6 +5,7 @@ from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
+from pmaf.solvers.krylov import Krylov
 from pmaf.solvers.lanczos import Lanczos
 from pmaf.solvers.line_search import Backtracking, LineSearch, TangentDecay
 from pmaf.solvers.power_iteration import PowerIteration
@@ -18,6 +19,7 @@ __all__ = [
     "Backtracking",
     "Cholesky",
     "Dense",
+    "Krylov",
     "Lanczos",
     "LineSearch",
     "Outcome",

@@ -56,6 +56,7 @@ class Solver(Configured):
     keeps_basis: ClassVar[bool] = False  # whether outcomes carry an eigenbasis
     keeps_factor: ClassVar[bool] = False  # whether they carry a factor in its place
     unrollable: ClassVar[bool] = False  # whether autograd can follow its iterations
+    matrix_free: ClassVar[bool] = False  # whether products with the matrix are all it needs
     certain: ClassVar[bool] = False  # whether it always converges, on a symmetric matrix
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:

@@ -24,7 +24,7 @@ def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int)
     the algorithms, but never in the sense of the user. A little of it is mixed into `init`,
     which may be exactly orthogonal to what is looked for.
     """
-    A = problem.A
+    A = problem.matrix
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(problem.n, width, generator=generator, dtype=torch.float64).to(A)
     block = block.expand(*problem.batch_shape, -1, -1)

@@ -51,7 +51,7 @@ class Adaptive(Solver):
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         n, k = problem.n, problem.width
-        A = problem.A.reshape(-1, n, n)
+        A = problem.matrix.reshape(-1, n, n)
         work = A.numel()
         tolerance = TOLERANCE * torch.finfo(A.dtype).eps
         if work >= self.general_from and not problem.symmetric:
@@ -89,7 +89,7 @@ class Adaptive(Solver):
         return work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
 
     def any_scale(self, problem: PrincipalEigenvectors) -> bool:
-        return problem.A.numel() < min(self.power_from, self.krylov_from) and _DENSE.any_scale(
+        return problem.matrix.numel() < min(self.power_from, self.krylov_from) and _DENSE.any_scale(
             problem
         )
 

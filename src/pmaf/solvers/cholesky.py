@@ -58,8 +58,8 @@ class Cholesky(Solver):
     def solve(
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        batch, (m, n) = problem.batch_shape, problem.A.shape[-2:]
-        A = problem.A.expand(*batch, m, n).reshape(-1, m, n)
+        batch, (m, n) = problem.batch_shape, problem.matrix.shape[-2:]
+        A = problem.matrix.expand(*batch, m, n).reshape(-1, m, n)
         b = problem.b.expand(*batch, m).reshape(-1, m)
         gram, g = lower_gram(A), rmatvec(A, b)
         if m >= n and in_range(gram, g):

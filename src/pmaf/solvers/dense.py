@@ -35,7 +35,7 @@ class Dense(Solver):
 
     def any_scale(self, problem: PrincipalEigenvectors) -> bool:
         # LAPACK sees to it.
-        return problem.symmetric and problem.A.device.type == "cpu"
+        return problem.symmetric and problem.matrix.device.type == "cpu"
 
     def advice(self) -> str:
         return (
@@ -46,7 +46,7 @@ class Dense(Solver):
     def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
         k = problem.width
         # The symmetric part, in one pass, and exactly that of a symmetric matrix.
-        values, vectors = torch.linalg.eigh(torch.lerp(problem.A, problem.A.mT, 0.5))
+        values, vectors = torch.linalg.eigh(torch.lerp(problem.matrix, problem.matrix.mT, 0.5))
         # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:
@@ -66,7 +66,7 @@ class Dense(Solver):
         )
 
     def _general(self, problem: PrincipalEigenvectors) -> Outcome:
-        A = problem.A
+        A = problem.matrix
         values, vectors = torch.linalg.eig(A)
         moduli = values.abs()
         order = moduli.argsort(-1, descending=True)

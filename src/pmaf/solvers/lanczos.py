@@ -106,7 +106,7 @@ class Lanczos(Solver):
         """Replace the entries that have not converged by those of a full decomposition."""
         left = ~found.converged
         # A single matrix has no batch dimension to select from.
-        part = problem.A[left] if problem.batch_shape else problem.A.unsqueeze(0)
+        part = problem.matrix[left] if problem.batch_shape else problem.matrix.unsqueeze(0)
         dense = Dense().solve(problem.with_matrix(part))
         merged = []
         for name, old, new in zip(Outcome._fields, found, dense):

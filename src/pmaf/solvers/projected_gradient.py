@@ -80,7 +80,7 @@ class ProjectedGradient(Solver):
     ) -> Outcome:
         scale = problem.scale()
         if not torch.isfinite(scale).all():
-            require_finite(A=(problem.A, 2), b=(problem.b, 1))
+            require_finite(A=(problem.matrix, 2), b=(problem.b, 1))
         start = self.start(problem, init)
         inner = norm(problem.unconstrained()) < 1 if self.direction_weight else None
         run = iterate(
@@ -90,7 +90,7 @@ class ProjectedGradient(Solver):
             max_iterations=self.max_iterations,
         )
         u = run.state.u
-        force = -rmatvec(problem.A, run.state.residual)
+        force = -rmatvec(problem.matrix, run.state.residual)
         multiplier = dot(u, force)
         unknown = torch.full_like(multiplier, torch.nan)
         return Outcome(
@@ -121,7 +121,7 @@ class ProjectedGradient(Solver):
 
         `inner` says which problems have `‖A⁺b‖ < 1`; only the direction weight asks.
         """
-        A, u = problem.A, state.u
+        A, u = problem.matrix, state.u
         gradient = rmatvec(A, state.residual)
         direction = -(sphere.tangent(u, gradient) if self.tangent else gradient)
         ray = Ray(u, state.residual, problem.b, direction, matvec(A, direction))
@@ -143,5 +143,5 @@ class ProjectedGradient(Solver):
 
     def _at(self, problem: SphereLeastSquares, point: Tensor) -> Iterate:
         u = sphere.project(point)
-        r = matvec(problem.A, u) - problem.b
+        r = matvec(problem.matrix, u) - problem.b
         return Iterate(u, r, 0.5 * dot(r, r), point)

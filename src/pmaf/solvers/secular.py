@@ -57,7 +57,7 @@ class Secular(Solver):
     def solve(
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        A, b = problem.A, problem.b
+        A, b = problem.matrix, problem.b
         if promoted(A.dtype, min(A.shape[-2:]), A.device):
             return self._promoted(A, b, init, report)
         gram = small_gram(A)
@@ -91,7 +91,7 @@ class Secular(Solver):
         spectrum, c = promoted_spectrum(A, b, gram)
         noise = _ROUNDINGS * eps * spectrum.floor.sqrt() * norm(b)
         init = None if init is None else init.double()
-        u, t, iterations, finished, _ = self._root(spectrum, c, noise, init, eps / 64)
+        u, t, iterations, finished, _ = self.root(spectrum, c, noise, init, eps / 64)
         u = u.to(dtype)
         residual = torch.zeros_like(t)
         if report:
@@ -147,7 +147,7 @@ class Secular(Solver):
         init: Tensor | None,
     ) -> tuple[Outcome, Tensor]:
         """The solution in one eigenbasis, and whether that basis was good enough for it."""
-        u, t, iterations, finished, guessed = self._root(
+        u, t, iterations, finished, guessed = self.root(
             spectrum, c, noise, init, torch.finfo(c.dtype).eps
         )
         u, multiplier, residual, contracted = self._refine(A, b, g, spectrum, u, t)
@@ -170,7 +170,7 @@ class Secular(Solver):
         )
         return outcome, trusted
 
-    def _root(
+    def root(
         self, spectrum: Spectrum, c: Tensor, noise: Tensor, init: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The root of the secular equation for `Aᵀb` with coefficients `c` known up to `noise`.

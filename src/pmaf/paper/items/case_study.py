@@ -43,7 +43,7 @@ def solved(problem: pmaf.SphereLeastSquares, solver: Solver) -> dict[str, Any]:
         "path": points.tolist(),
         "iterations": int(solution.iterations),
         "converged": bool(solution.converged),
-        "fpd": float(fixed_point_distance(problem.A, solution.value, problem.b)),
+        "fpd": float(fixed_point_distance(problem.matrix, solution.value, problem.b)),
         "stationarity": float(certificate.stationarity),
         "global": bool(certificate.holds(1e-3)),
     }
@@ -53,9 +53,9 @@ def values(
     problem: pmaf.SphereLeastSquares, solvers: dict[str, Solver], device: torch.device
 ) -> dict[str, Any]:
     """What a figure needs of one problem."""
-    problem = pmaf.SphereLeastSquares(problem.A.to(device), problem.b.to(device))
+    problem = pmaf.SphereLeastSquares(problem.matrix.to(device), problem.b.to(device))
     return {
-        "A": problem.A.tolist(),
+        "A": problem.matrix.tolist(),
         "b": problem.b.tolist(),
         "unconstrained": problem.unconstrained().tolist(),
         "methods": {name: solved(problem, solver) for name, solver in solvers.items()},
@@ -140,7 +140,7 @@ class Samples(Experiment):
 
     def measure(self, device: torch.device, *, seed: int) -> dict[str, Any]:
         batch = less.problems(2, 2, [seed])
-        problem = pmaf.SphereLeastSquares(batch.A[0], batch.b[0])
+        problem = pmaf.SphereLeastSquares(batch.matrix[0], batch.b[0])
         solvers: dict[str, Solver] = {**{name: less.METHODS[name] for name in SIX}, OURS: Auto()}
         return values(problem, solvers, device)
 

@@ -71,17 +71,17 @@ class LessTable(Experiment):
             u = less.scipy_points(problem, workers)
             iterations = torch.zeros(count)
         else:
-            there = pmaf.SphereLeastSquares(problem.A.to(device), problem.b.to(device))
+            there = pmaf.SphereLeastSquares(problem.matrix.to(device), problem.b.to(device))
             solver = Auto() if method == OURS else less.METHODS[method]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", pmaf.ConvergenceWarning)  # the table shows it
                 solution = pmaf.solve(there, solver=solver)
             u, iterations = solution.value.cpu(), solution.iterations.cpu()
-        exact = pmaf.SphereLeastSquares(problem.A.double(), problem.b.double())
+        exact = pmaf.SphereLeastSquares(problem.matrix.double(), problem.b.double())
         found = {
             "inner": less.is_inner(problem).tolist(),
             "iterations": iterations.int().tolist(),
-            "objective": problem.objective(u.to(problem.A.dtype)).tolist(),
+            "objective": problem.objective(u.to(problem.matrix.dtype)).tolist(),
             "exact_objective": exact.objective(u.double()).tolist(),
         }
         if method == OURS:

@@ -1,0 +1,261 @@
+"""LESS of an operator: products forward, products backward.
+
+Within a subspace the problem is a small one, whose global minimum is known from its
+eigenvalues. The search starts from `Aᵀb` and sees only what that brings up; a multiplier that
+is not negative is proof enough, and otherwise the smallest eigenvalue of `AᵀA` is looked for,
+and its vector joins the space if the minimum turns out to need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pmaf import _spread, sphere
+from pmaf._ied_attach import full_precision
+from pmaf._ied_operator import Largest
+from pmaf._linalg import dot, long_norm, square_range
+from pmaf._rows import Rows, first_order, spread_alike
+from pmaf._solve import Backward, Certificate, announce
+from pmaf._space import Found, Inside, Space, search
+from pmaf._tangent_krylov import conjugate_residuals
+from pmaf.errors import require_finite
+from pmaf.operators import Operator
+from pmaf.solvers import Krylov, Outcome, Secular
+from pmaf.solvers._products import fixed_rows
+from pmaf.spectrum import Spectrum, merge_tolerance, merged
+
+if TYPE_CHECKING:
+    from pmaf.less import SphereLeastSquares
+
+
+class Minimum:
+    """The minimum of `½uᵀGu − gᵀu` on the unit sphere.
+
+    Args:
+        g: `(B, 1, n)`.
+        noise: `(B,)`, of the coefficients of `g`: below it they count as zero.
+        reference: `(B, 1, n)`, which of two equal minima is taken.
+    """
+
+    width = 1
+
+    def __init__(self, g: Tensor, noise: Tensor, reference: Tensor) -> None:
+        self.g, self.noise, self.reference = g, noise, reference
+        self.pull = long_norm(g).squeeze(-1)
+
+    def inside(self, space: Space) -> Inside:
+        theta, s = torch.linalg.eigh(space.matrix)
+        spread = merged(theta - theta[:, :1], theta[:, -1:], merge_tolerance(theta.dtype))
+        spectrum = Spectrum(s.mT, spread, theta[:, 0], True)
+        c = (self._seen(space, self.g).unsqueeze(-2) @ s).squeeze(-2)
+        eps = torch.finfo(theta.dtype).eps
+        side = self._seen(space, self.reference)
+        u, gap, _, _, _ = _SECULAR.root(spectrum, c, self.noise, side, eps)
+        row = u.unsqueeze(-2)
+        # The lowest directions are the ones a Krylov space is slow to find again.
+        lowest = s.mT[:, : max(1, space.width // 2 - 1)]
+        kept = torch.linalg.qr(torch.cat([row, lowest], -2).mT).Q.mT
+        scale = theta.abs().amax(-1) + self.pull
+        return Inside((gap - theta[:, 0]).unsqueeze(-1), row, kept, gap, scale)
+
+    def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
+        return images + values.unsqueeze(-1) * rows - self.g
+
+    def _seen(self, space: Space, row: Tensor) -> Tensor:
+        return torch.bmm(space.rows, row.mT).squeeze(-1)
+
+
+def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -> Outcome:
+    """The minimiser on the unit sphere; `b` is `(*, m)`, spread like the rows of `A`, if so."""
+    n, B, batch = rows.A.shape[-1], rows.entries, b.shape[:-1]
+    g = rows.pulled(b)
+    if not torch.isfinite(g).all():
+        require_finite(b=(_spread.local(b), 1))
+    eps, tolerance = torch.finfo(g.dtype).eps, solver.tolerance_of(g.dtype)
+    random = (fixed_rows(n, g.dtype, g.device)[1] / n**0.5).expand(B, 1, n)
+    image = rows.gram(random)
+    # In these units neither AᵀA nor Aᵀb is too large or too small to be squared.
+    unit = rows.unit(torch.cat([image, g], -2))[:, None, None]
+    low, high = square_range(g.dtype)
+    if rows.agreed((unit > low) & (unit < high)):
+        unit = torch.ones_like(unit)
+    g = g / unit
+
+    def gram(x: Tensor) -> Tensor:
+        return rows.gram(x) / unit
+
+    def negative(x: Tensor) -> Tensor:
+        return -gram(x)
+
+    options: dict[str, Any] = dict(
+        size=solver.dimension, limit=solver.max_products, symmetric=True, agreed=rows.agreed
+    )
+    reference = torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(B, 1, n)
+    # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
+    size = long_norm(image / unit).squeeze(-1).sqrt() * _norm(b, B) / unit[:, 0, 0].sqrt()
+    task = Minimum(g, 8 * eps * size, reference)
+    start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, random)
+    if init is not None:
+        start = torch.cat([reference + eps * random, start], -2)
+    found = search(gram, start, task, tolerance=tolerance, **options)
+    products = found.products + 1
+    gap, proved = found.values.squeeze(-1), found.converged
+    if not rows.agreed(gap >= 0):
+        bottom = search(negative, random, Largest(1), tolerance=tolerance, **options)
+        products += bottom.products
+        gap = (found.values - bottom.values).squeeze(-1)
+        missed = gap < -tolerance * found.scale
+        if not rows.agreed(~missed):
+            start = torch.cat([found.rows, bottom.rows], -2)
+            again = search(gram, start, task, tolerance=tolerance, **options)
+            products += again.products
+            found = _chosen(missed, again, found)
+            gap = (found.values - bottom.values).squeeze(-1)
+        proved = found.converged & (bottom.converged | (found.values.squeeze(-1) >= 0))
+        gap = torch.where(gap.abs() <= tolerance * found.scale, 0, gap)
+    scale = unit[:, 0, 0]
+    rows.scale = found.scale * scale
+    return Outcome(
+        value=sphere.settle(found.rows).reshape(*batch, n),
+        multiplier=(found.values.squeeze(-1) * scale).reshape(batch),
+        residual=found.residual.reshape(batch),
+        gap=(gap * scale).reshape(batch),
+        iterations=torch.full(batch, products, device=g.device),
+        converged=proved.reshape(batch),
+        basis=g.new_empty(*batch, 0, n),
+        spread=g.new_empty(*batch, 0),
+    )
+
+
+def _norm(b: Tensor, entries: int) -> Tensor:
+    """`(B,)`, of rows that are too large to be squared, too."""
+    most = b.abs().amax(-1, keepdim=True)
+    size = long_norm(b / torch.where(most > 0, most, 1)) * most.squeeze(-1)
+    return _spread.whole(size).reshape(entries)
+
+
+def _chosen(mask: Tensor, new: Found, old: Found) -> Found:
+    pairs = ((x, y) for x, y in zip(new, old) if isinstance(x, Tensor))
+    columns = (torch.where(mask.reshape(-1, *(1,) * (x.dim() - 1)), x, y) for x, y in pairs)
+    values, rows, residual, gap, converged, scale = columns
+    return Found(values, rows, residual, gap, new.products, converged, scale)
+
+
+def attach_less_operator(
+    A: Operator, b: Tensor, solver: Krylov, init: Tensor | None, throw: bool
+) -> tuple[Outcome, Backward]:
+    """Solve on the unit sphere, differentiably in `b` and in what the operator is made of.
+
+    `b` is `(*, m)` with the batch of the problem, the operator has that batch or none.
+    """
+    A = spread_alike(A, b)
+    b = _spread.replicate(b, _spread.mesh_of(*A.tensors))
+    report = Backward()
+    found: Any = _Less.apply(A, solver, init, throw, report, b, *A.tensors)
+    return Outcome(*found), report
+
+
+class _Less(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        solver: Krylov,
+        init: Tensor | None,
+        throw: bool,
+        report: Backward,
+        b: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        batch = torch.Size(b.shape[:-1])
+        rows = Rows(operator.with_tensors([x.detach() for x in tensors]), batch)
+        with full_precision(rows.A):
+            outcome = rows.guarded(find_minimiser, b.detach(), solver, init)
+        announce(outcome, solver, throw)
+        ctx.rows, ctx.solver, ctx.report = rows, solver, report
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(outcome.value, outcome.multiplier, b, *tensors)
+        ctx.mark_non_differentiable(*outcome[1:])
+        return tuple(outcome)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        v, needs = grads[0], ctx.needs_input_grad[5:]
+        found: list[Tensor | None] = [None for _ in needs]
+        if v is not None and any(needs):
+            with torch.no_grad(), full_precision(ctx.rows.A):
+                found = _Less.gradients(ctx, v, needs)
+        return *(None,) * 5, *first_order(found)
+
+    @staticmethod
+    def gradients(ctx: Any, v: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        u, multiplier, b, *_ = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        y, v = (x.reshape(rows.entries, 1, -1) for x in (u, v))
+
+        def negative(x: Tensor) -> Tensor:
+            return -rows.gram(x)
+
+        solved = conjugate_residuals(
+            negative,
+            multiplier.reshape(-1, 1),
+            y,
+            v,
+            scale=rows.scale,
+            limit=ctx.solver.max_products,
+            agreed=rows.agreed,
+        )
+        ctx.report.fill(solved.residual, solved.products, solved.converged)
+        y, z = rows.lift(y), rows.lift(solved.rows)
+        image, along = rows.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
+        rest = image - b.reshape(image.shape)
+        left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)
+        db = _spread.alike(along.reshape(b.shape), b) if needs[0] else None
+        return [db, *rows.pull_back(left, right, needs[1:])]
+
+
+def certify_less_operator(problem: SphereLeastSquares, value: Tensor) -> Certificate:
+    """Checked by products; the smallest eigenvalue of `AᵀA` by a search of its own."""
+    A, batch, n = problem.A, problem.batch_shape, problem.n
+    assert isinstance(A, Operator)
+    if value.shape != (*batch, n):
+        raise ValueError(
+            f"a solution of this problem has shape {(*batch, n)}; got {tuple(value.shape)}"
+        )
+    A = spread_alike(A.with_tensors([x.detach() for x in A.tensors]), problem.b)
+    rows = Rows(A, batch)
+    y = _spread.whole(value.detach()).reshape(rows.entries, 1, n)
+    g = rows.pulled(problem.b.detach().expand(*batch, -1))
+    force = g - rows.gram(y)
+    length = long_norm(y)
+    multiplier = (dot(y, force) / length.square()).squeeze(-1)
+    along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
+    random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
+
+    def extreme(sign: float) -> Tensor:
+        return sign * search(
+            lambda x: sign * rows.gram(x),
+            random,
+            Largest(1),
+            size=Krylov().dimension,
+            tolerance=torch.finfo(y.dtype).eps ** 0.75,
+            limit=Krylov().max_products,
+            symmetric=True,
+            agreed=rows.agreed,
+        ).values.squeeze(-1)
+
+    top = extreme(1.0)
+    top = torch.where(top > 0, top, 1)
+    found = Certificate(
+        feasibility=(length.squeeze(-1) / problem.radius - 1).abs(),
+        stationarity=along / (problem.radius * top + long_norm(g).squeeze(-1)),
+        optimality=(multiplier + extreme(-1.0)) / top,
+    )
+    return _spread.replace_tensors(found, lambda x: x.reshape(batch))
+
+
+_SECULAR = Secular()

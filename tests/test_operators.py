@@ -1,0 +1,434 @@
+"""Matrices known by their products: the same products, solutions and gradients as dense ones."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import pmaf
+from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Operator, Scaled, Sparse
+
+F64 = torch.float64
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+class Case(NamedTuple):
+    """An operator made of leaves, and the matrix it stands for, made of the same."""
+
+    operator: Callable[..., Operator]
+    matrix: Callable[..., Tensor]
+    leaves: tuple[Tensor, ...]
+
+
+def pattern(*shape, seed=1):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
+def coo(values, mask):
+    return torch.sparse_coo_tensor(mask.nonzero().T, values, mask.shape, check_invariants=True)
+
+
+@functools.cache
+def beta():
+    """CSR tensors warn that they are a beta feature, once a process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.eye(2).to_sparse_csr()
+
+
+def csr(values, mask):
+    beta()
+    rows = mask.sum(-1)
+    starts = torch.cat([torch.zeros_like(rows[..., :1]), rows.cumsum(-1)], -1)
+    columns = mask.nonzero()[:, -1]
+    if mask.dim() > 2:
+        columns, values = (x.reshape(len(mask), -1) for x in (columns, values))
+    return torch.sparse_csr_tensor(starts, columns, values, mask.shape, check_invariants=True)
+
+
+def dense(values, mask):
+    return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter(mask, values)
+
+
+def twice(mask):
+    """One batch of two patterns with as many entries, which CSR needs."""
+    return torch.stack([mask, mask.mT])
+
+
+def sparse(make, mask):
+    return Case(
+        lambda v: Sparse(make(v, mask)),
+        lambda v: dense(v, mask),
+        (randn(int(mask.sum())),),
+    )
+
+
+ones = torch.ones(1, 30, dtype=F64)
+uniform = torch.full((1, 12), 1 / 12, dtype=F64)
+walk = pattern(12, 12) | torch.eye(12, dtype=torch.bool).roll(1, 0)
+
+SQUARE = {
+    "Matrix": Case(Matrix, lambda A: A, (randn(12, 12),)),
+    "Matrix, batched": Case(Matrix, lambda A: A, (randn(2, 3, 12, 12),)),
+    "Gram, tall": Case(Gram, lambda X: X.mT @ X, (randn(30, 12),)),
+    "Gram, wide": Case(Gram, lambda X: X.mT @ X, (randn(7, 12),)),
+    "Gram, batched": Case(Gram, lambda X: X.mT @ X, (randn(2, 30, 12),)),
+    "Gram, scaled": Case(
+        lambda X: Gram(X, scale=1 / 29), lambda X: X.mT @ X / 29, (randn(30, 12),)
+    ),
+    "Gram, centred": Case(
+        lambda X: Gram(Matrix(X) - LowRank(ones, X.mean(0, keepdim=True))),
+        lambda X: (X - X.mean(0)).mT @ (X - X.mean(0)),
+        (randn(30, 12) + 3,),
+    ),
+    "Gram, sparse": Case(
+        lambda v: Gram(coo(v, pattern(30, 12))),
+        lambda v: dense(v, pattern(30, 12)).mT @ dense(v, pattern(30, 12)),
+        (randn(int(pattern(30, 12).sum())),),
+    ),
+    "Sparse, COO": sparse(coo, pattern(12, 12)),
+    "Sparse, CSR": sparse(csr, pattern(12, 12)),
+    "Sparse, COO, batched": sparse(coo, pattern(2, 3, 12, 12)),
+    "Sparse, CSR, batched": sparse(csr, twice(pattern(12, 12))),
+    "LowRank": Case(LowRank, lambda L, R: L.mT @ R, (randn(3, 12), randn(3, 12, seed=1))),
+    "Diagonal, batched": Case(Diagonal, torch.diag_embed, (randn(2, 12),)),
+    "Laplacian": Case(
+        lambda v: Diagonal(dense(v, pattern(12, 12)).sum(-1)) - Sparse(coo(v, pattern(12, 12))),
+        lambda v: dense(v, pattern(12, 12)).sum(-1).diag() - dense(v, pattern(12, 12)),
+        (randn(int(pattern(12, 12).sum())).abs(),),
+    ),
+    "PageRank": Case(
+        lambda v: 0.85 * Sparse(coo(v, walk)) + 0.15 * LowRank(torch.ones_like(uniform), uniform),
+        lambda v: 0.85 * dense(v, walk) + 0.15 * torch.ones_like(uniform).mT @ uniform,
+        (randn(int(walk.sum())).abs(),),
+    ),
+    "deflated": Case(
+        lambda X, y: Gram(X) - 20 * LowRank(y, y),
+        lambda X, y: X.mT @ X - 20 * y.mT @ y,
+        (randn(30, 12), randn(1, 12) / 12**0.5),
+    ),
+    "shared by a batch": Case(
+        lambda A, d: Matrix(A) + Diagonal(d), lambda A, d: A + torch.diag_embed(d),
+        (randn(12, 12), randn(2, 12)),
+    ),
+    "sparse, shared by a batch": Case(
+        lambda v, d: Sparse(coo(v, pattern(12, 12))) + Diagonal(d),
+        lambda v, d: dense(v, pattern(12, 12)) + torch.diag_embed(d),
+        (randn(int(pattern(12, 12).sum())), randn(2, 12)),
+    ),
+    "negated": Case(lambda A: -Matrix(A), lambda A: -A, (randn(12, 12),)),
+    "FromMatvec": Case(
+        lambda A: FromMatvec(lambda u, A: u @ A.mT, (12, 12), [A]), lambda A: A, (randn(12, 12),)
+    ),
+    "FromMatvec, rmatvec": Case(
+        lambda A: FromMatvec(lambda u, A: u @ A.mT, (12, 12), [A], lambda u, A: u @ A),
+        lambda A: A,
+        (randn(12, 12),),
+    ),
+    "FromMatvec, batched": Case(
+        lambda A: FromMatvec(lambda u, A: (A @ u.unsqueeze(-1)).squeeze(-1), (3, 12, 12), [A]),
+        lambda A: A,
+        (randn(3, 12, 12),),
+    ),
+    "FromMatvec, not linear in params": Case(
+        lambda a, B: FromMatvec(lambda u, a, B: a.exp() * (u @ B.mT @ B), (12, 12), [a, B]),
+        lambda a, B: a.exp().unsqueeze(-1) * (B.mT @ B),
+        (0.3 * randn(12), randn(12, 12)),
+    ),
+}  # fmt: skip
+
+RECTANGULAR = {
+    "Matrix": Case(Matrix, lambda A: A, (randn(20, 6),)),
+    "Matrix, batched": Case(Matrix, lambda A: A, (randn(2, 20, 6),)),
+    "Matrix, wide": Case(Matrix, lambda A: A, (randn(4, 6),)),
+    "Sparse, COO": sparse(coo, pattern(20, 6)),
+    "Sparse, CSR": sparse(csr, pattern(20, 6)),
+    "Sparse, batched": sparse(coo, pattern(2, 20, 6)),
+    "centred": Case(
+        lambda X: Matrix(X) - LowRank(ones[:, :20], X.mean(0, keepdim=True)),
+        lambda X: X - X.mean(0),
+        (randn(20, 6) + 1,),
+    ),
+    "FromMatvec": Case(
+        lambda A: FromMatvec(lambda u, A: u @ A.mT, (20, 6), [A]), lambda A: A, (randn(20, 6),)
+    ),
+    "Scaled": Case(lambda A: Scaled(Matrix(A), 0.3), lambda A: 0.3 * A, (randn(20, 6),)),
+}
+
+square = pytest.mark.parametrize("case", SQUARE.values(), ids=SQUARE.keys())
+rectangular = pytest.mark.parametrize("case", RECTANGULAR.values(), ids=RECTANGULAR.keys())
+either = pytest.mark.parametrize(
+    "case",
+    [*SQUARE.values(), *RECTANGULAR.values()],
+    ids=[*SQUARE, *(f"{name}, rectangular" for name in RECTANGULAR)],
+)
+
+
+def close(found, wanted, tolerance=1e-10):
+    torch.testing.assert_close(
+        found, wanted, rtol=tolerance, atol=tolerance * max(1.0, float(wanted.abs().max()))
+    )
+
+
+def weights(x):
+    return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
+
+
+@either
+def test_products_are_those_of_the_matrix(case):
+    A, M = case.operator(*case.leaves), case.matrix(*case.leaves)
+    assert A.shape == M.shape
+    assert (A.dtype, A.device) == (M.dtype, M.device)
+    *batch, m, n = M.shape
+    for p in (1, 3):
+        x, y = randn(*batch, p, n), randn(*batch, p, m, seed=1)
+        close(A.matvec(x), x @ M.mT)
+        for _ in range(2):  # the first of a sparse matrix goes another way
+            close(A.rmatvec(y), y @ M)
+
+
+@either
+def test_pullback_is_that_of_the_matrix(case):
+    leaves = [x.clone().requires_grad_() for x in case.leaves]
+    M = case.matrix(*leaves)
+    *batch, m, n = M.shape
+    left, right = randn(*batch, 2, m), randn(*batch, 2, n, seed=1)
+    wanted = torch.autograd.grad((left * (right @ M.mT)).sum(), leaves)
+    A = case.operator(*leaves)
+    needs = [x.requires_grad for x in A.tensors]
+    # The tensors of an operator may be made of the leaves.
+    pairs = [(x, dx) for x, dx in zip(A.tensors, A.pullback(left, right, needs)) if dx is not None]
+    found = torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs])
+    for x, y in zip(found, wanted):
+        close(x, y)
+    assert A.pullback(left, right, [False] * len(needs)) == [None] * len(needs)
+
+
+def both(case, solve):
+    """Results and gradients, with the operator and with its matrix."""
+    found = []
+    for build in (case.operator, case.matrix):
+        leaves = [x.clone().requires_grad_() for x in case.leaves]
+        results = solve(build(*leaves))
+        loss = sum((weights(x) * x).sum() for x in results)
+        found.append(([x.detach() for x in results], torch.autograd.grad(loss, leaves)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(k=3), dict(largest=False), dict(k=2, largest=False, descending=True)],
+    ids=str,
+)
+@square
+def test_ied_equals_that_of_the_matrix(case, options):
+    low_rank = "smallest" if not options.get("largest", True) else "largest"
+    M = case.matrix(*case.leaves)
+    values = torch.linalg.eigvalsh(0.5 * (M + M.mT))
+    values = values if low_rank == "smallest" else values.flip(-1)
+    k = options.get("k", 1)
+    if float((values[..., 1 : k + 1] - values[..., :k]).abs().min()) < 1e-6:
+        pytest.skip("the eigenvalues asked for are not simple")
+    (made, gradients), (wanted, exact) = both(case, lambda A: pmaf.ied(A, **options))
+    for x, y in zip([*made, *gradients], [*wanted, *exact]):
+        close(x, y, 1e-9)
+
+
+@square
+def test_nonsymmetric_ied_equals_that_of_the_matrix(case):
+    M = case.matrix(*case.leaves)
+    values = torch.linalg.eigvals(M)
+    first, second = values.abs().topk(2, -1).values.unbind(-1)
+    if float((first - second).min()) < 1e-6:
+        pytest.skip("the dominant eigenvalue is complex or not simple")
+    (made, gradients), (wanted, exact) = both(case, lambda A: pmaf.ied(A, symmetric=False))
+    for x, y in zip([*made, *gradients], [*wanted, *exact]):
+        close(x, y, 1e-9)
+
+
+@pytest.mark.parametrize("length", [0.05, 5.0], ids=["inner", "outer"])
+@rectangular
+def test_less_equals_that_of_the_matrix(case, length):
+    M = case.matrix(*case.leaves)
+    if M.shape[-2] < M.shape[-1] and length < 1:
+        pytest.skip("the minimisers form a sphere")
+    b = length * randn(*M.shape[:-1], seed=2)
+    with_b = Case(
+        lambda *leaves: (case.operator(*leaves[:-1]), leaves[-1]),  # pyright: ignore
+        lambda *leaves: (case.matrix(*leaves[:-1]), leaves[-1]),  # pyright: ignore
+        (*case.leaves, b),
+    )
+    (made, gradients), (wanted, exact) = both(with_b, lambda Ab: (pmaf.less(*Ab, radius=1.5),))
+    for x, y in zip([*made, *gradients], [*wanted, *exact]):
+        close(x, y, 1e-8)
+
+
+def test_one_operator_serves_a_batch_of_right_hand_sides():
+    A, b = randn(20, 6), randn(4, 3, 20, seed=1)
+    case = Case(lambda A, b: (Matrix(A), b), lambda A, b: (A, b), (A, b))  # pyright: ignore
+    (made, gradients), (wanted, exact) = both(case, lambda Ab: (pmaf.less(*Ab),))
+    for x, y in zip([*made, *gradients], [*wanted, *exact]):
+        close(x, y, 1e-9)
+
+
+@pytest.mark.parametrize("make", [coo, csr], ids=["COO", "CSR"])
+def test_a_sparse_tensor_is_taken_as_it_is_and_gets_a_sparse_gradient(make):
+    mask = pattern(12, 12)
+    stored = randn(int(mask.sum())).abs()
+    A = make(stored, mask).requires_grad_()
+    values, vectors = pmaf.ied(A, symmetric=False)
+    (vectors[0] + values).backward()
+    assert A.grad is not None
+    assert A.grad.layout == A.layout
+    full = dense(stored, mask).requires_grad_()
+    values, vectors = pmaf.ied(full, symmetric=False)
+    (vectors[0] + values).backward()
+    close(A.grad.to_dense(), full.grad * mask)
+
+
+def test_entries_stored_twice_add_up():
+    index = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    values = torch.tensor([1.0, 2.0, 1.0, 0.5], requires_grad=True)
+    A = torch.sparse_coo_tensor(index, values, (2, 2), check_invariants=True)
+    found, _ = pmaf.ied(A)
+    close(found.detach(), torch.linalg.eigvalsh(torch.tensor([[3.0, 0.25], [0.25, 1.0]]))[-1], 1e-6)
+    found.backward()
+    assert values.grad[0] == values.grad[1]
+
+
+def test_the_pattern_of_a_sparse_matrix_is_sorted_once():
+    mask = pattern(12, 12)
+    A = Sparse(coo(randn(int(mask.sum())).abs(), mask))
+    pmaf.ied(A, symmetric=False)
+    other = A.with_tensors([2 * A.tensors[0]])
+    assert other._pattern is A._pattern
+    close(pmaf.ied(other, symmetric=False).values, 2 * pmaf.ied(A, symmetric=False).values)
+
+
+def test_a_function_without_params():
+    A = FromMatvec(lambda u: u * torch.tensor([3.0, 1.0]), (2, 2))
+    assert pmaf.ied(A).values.dtype == torch.float32
+    A = FromMatvec(lambda u: u * torch.tensor([3.0, 1.0], dtype=F64), (2, 2), dtype=F64)
+    close(pmaf.ied(A).values, torch.tensor(3.0, dtype=F64))
+
+
+def test_a_function_autograd_cannot_see_through():
+    d = torch.arange(1.0, 6.0)
+    A = FromMatvec(lambda u: torch.from_numpy(u.detach().numpy() * d.numpy()), (5, 5))
+    close(pmaf.ied(A).values, torch.tensor(5.0), 1e-6)  # symmetric is taken on trust
+    with pytest.raises(NotImplementedError, match="pass rmatvec"):
+        pmaf.less(A, torch.ones(5))
+
+
+BAD = {
+    "not square": (lambda: pmaf.ied(Matrix(torch.ones(3, 2))), "square.*Gram"),
+    "k too large": (lambda: pmaf.ied(Gram(torch.ones(3, 2)), k=3), "between 1 and n = 2"),
+    "a list": (lambda: Gram([[1.0]]), "expected a dense tensor.*got list"),
+    "integers": (lambda: Sparse(torch.eye(3).long().to_sparse_coo()), "int64"),
+    "dense for Sparse": (lambda: Sparse(torch.eye(3)), "layout torch.strided"),
+    "shapes that do not add up": (
+        lambda: Matrix(torch.ones(3, 3)) + Diagonal(torch.ones(2)),
+        r"Matrix\(3, 3\) and Diagonal\(2, 2\) do not add up",
+    ),
+    "dtypes that do not add up": (
+        lambda: Matrix(torch.ones(3, 3)) + Diagonal(torch.ones(3).double()),
+        "float64",
+    ),
+    "factors of different rank": (lambda: LowRank(torch.ones(2, 3), torch.ones(1, 3)), "as many"),
+    "one tensor for params": (
+        lambda: FromMatvec(lambda u, a: u, (2, 2), torch.ones(2)),
+        r"pass \[tensor\]",
+    ),
+    "an image of the wrong shape": (
+        lambda: pmaf.ied(FromMatvec(lambda u: u[..., :1], (3, 3))),
+        r"matvec returned shape \(1,\) for u of shape \(3,\)",
+    ),
+    "other values": (
+        lambda: Sparse(torch.eye(3).to_sparse_coo()).with_tensors([torch.ones(2)]),
+        r"stores values of shape \(3,\); got \(2,\)",
+    ),
+    "a solver that needs entries": (
+        lambda: pmaf.ied(Gram(torch.ones(3, 2)), solver=pmaf.solvers.Dense()),
+        r"Dense\(\) needs the entries.*Gram\(2, 2\).*Krylov",
+    ),
+    "a gradient that needs entries": (
+        lambda: pmaf.less(Matrix(torch.ones(3, 2)), torch.ones(3), gradient=pmaf.gradients.DDN()),
+        r"needs the entries.*Implicit\(\)",
+    ),
+    "a batch that is too small": (
+        lambda: pmaf.less(Matrix(torch.ones(2, 1, 3, 2)), torch.ones(2, 4, 3)),
+        "the whole batch, or none",
+    ),
+    "an empty batch": (lambda: pmaf.ied(Gram(torch.ones(0, 3, 2))), "empty batch"),
+    "init of another size": (
+        lambda: pmaf.ied(Gram(torch.ones(3, 2)), init=torch.ones(3)),
+        r"init must have shape \(\*, 2\)",
+    ),
+    "numbers that are not finite": (
+        lambda: pmaf.ied(Gram(torch.tensor([[1.0, torch.nan]]))),
+        r"tensor 0 of Gram\(2, 2\) has non-finite values in 1 of 2 numbers",
+    ),
+    "a product that overflows": (
+        lambda: pmaf.ied(Gram(torch.full((3, 2), 1e30))),
+        "overflows torch.float32",
+    ),
+    "b that is not finite": (
+        lambda: pmaf.less(Matrix(torch.ones(3, 2)), torch.full((3,), torch.inf)),
+        "b has non-finite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_told_what_is_wrong(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_transforms_of_functions_are_refused():
+    with pytest.raises(RuntimeError, match="give the operator a batch"):
+        torch.func.vmap(lambda X: pmaf.ied(Gram(X)).values)(torch.ones(2, 3, 2))
+
+
+def test_a_second_derivative_is_refused():
+    X = randn(5, 3).requires_grad_()
+    (grad,) = torch.autograd.grad(pmaf.ied(Gram(X)).vectors.sum(), X, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        grad.sum().backward()
+
+
+def test_custom_operators_need_four_methods():
+    class Circulant(Operator):
+        def __init__(self, c):
+            self.c = c
+
+        @property
+        def shape(self):
+            return torch.Size((*self.c.shape, self.c.shape[-1]))
+
+        @property
+        def tensors(self):
+            return (self.c,)
+
+        def with_tensors(self, tensors):
+            return Circulant(*tensors)
+
+        def matvec(self, rows):
+            spectrum = torch.fft.rfft(self.c)
+            return torch.fft.irfft(spectrum * torch.fft.rfft(rows), n=self.c.shape[-1])
+
+    def matrix(c):
+        return torch.stack([c.roll(i) for i in range(7)], -1)
+
+    c = torch.tensor([4.0, 1.5, 0.7, 0.2, 0.2, 0.7, 1.5], dtype=F64)
+    case = Case(Circulant, matrix, (c,))
+    (made, gradients), (wanted, exact) = both(case, pmaf.ied)
+    for x, y in zip([*made, *gradients], [*wanted, *exact]):
+        close(x, y)
