@@ -1,6 +1,7 @@
 """`pmaf bench`: fair races, honest errors, every family and competitor."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from pmaf.bench.race import Competitor, Race, race
 from pmaf.experiments import Row
 from pmaf.experiments.plots import DARK, drawn, picture
 from pmaf.paper import less as paper
+from pmaf.solvers import Cholesky, Secular, adaptive
 
 # A first-order method that stops early is what some of the races show.
 pytestmark = pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
@@ -43,7 +45,7 @@ def test_a_race_is_run_in_turn_and_nobody_ends_it():
     }
     x = torch.ones(3, requires_grad=True)
     competitors["s"] = Competitor(runner("s"), needs="scipy")
-    competitors["c"] = Competitor(runner("c"))
+    competitors["c"] = Competitor(runner("c"), largest=3)
     found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e9, repeats=2)
     turn = ["a", "a", "b", "b", "c", "c"]
     assert order == ["a", "b", "bad", "s", "c", *turn * 2, "s", "s", "s", "s"]
@@ -60,6 +62,19 @@ def test_a_slow_competitor_is_run_once():
     x = torch.ones(3, requires_grad=True)
     race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e-12, repeats=9)
     assert len(count) == 1
+
+
+def test_times_are_medians_of_the_runs_that_fit_the_budget(monkeypatch):
+    """The first run warms up, and so does the one before the first that counts."""
+    runs = [(9.0, 9.0), (9.0, 9.0), (1.0, 10.0), (2.0, 20.0), (6.0, 60.0), (7.0, 70.0)]
+    clock = iter([spent for run in runs for spent in run])
+    monkeypatch.setattr("pmaf.bench.race.seconds", lambda run, device: run() or next(clock))
+    x = torch.ones(3, requires_grad=True)
+    competitors = {"a": Competitor(lambda x: (2 * x,))}
+    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=100, repeats=9)
+    assert found["a"]["forward"] == 4
+    assert found["a"]["backward"] == 40
+    assert next(clock, None) is None
 
 
 @pytest.mark.parametrize("family", EIGEN)
@@ -177,7 +192,10 @@ def test_the_cells_of_a_race_are_what_its_figures_and_fits_are_made_of():
             assert len({cell.key for cell in cells}) == len(cells)
             if isinstance(experiment, Race):
                 rows = [Row(cell.params, "done", {}) for cell in cells]
-                assert experiment.panel.of(rows) or scale == "quick"
+                panel = experiment.panel.of(rows)
+                assert panel or scale == "quick"
+                (batch,) = re.findall(r"\b\d+\b", experiment.panel.label)
+                assert {row.params["shape"][0] for row in panel} <= {int(batch)}
         for sweep in getattr(experiment, "sweeps", ()):
             sizes = {sweep.size(row.params["shape"]) for row in sweep.of(rows)}
             assert len(sizes) > 2, sweep.label
@@ -185,7 +203,7 @@ def test_the_cells_of_a_race_are_what_its_figures_and_fits_are_made_of():
 
 def _timed(size: int, ours: float, theirs: float) -> Row:
     values = {
-        "ours": {"forward": ours / 2, "backward": ours / 2},
+        "ours": {"forward": ours / size, "backward": ours - ours / size},
         "eigh": {"forward": theirs, "backward": 0.0},
     }
     return Row({"shape": [5, size]}, "done", values)
@@ -203,8 +221,59 @@ def test_growth_is_the_exponent_of_the_times_and_a_faster_one_is_not_hidden():
     assert "2.00 beside 1.50 (any, n from 4)" in finding.found
     slower = replace(growth, ours=1.0)
     assert growth_findings("a race", [slower], "eigh")[0].holds is True
-    assert growth_findings("a race", [slower, growth], "eigh") == [finding]
-    assert Growth.of(sweep, "any", rows[:2], "eigh") is None
+    equal = replace(growth, ours=growth.other)
+    assert growth_findings("a race", [equal], "eigh")[0].holds is True
+    steep = replace(growth, ours=3.0, other=3.5)
+    assert growth_findings("a race", [slower, growth, steep], "eigh") == [finding]
+    assert Growth.of(sweep, "any", rows[:3], "eigh") is None
+
+
+def test_a_race_is_held_against_its_second_competitor():
+    (race,) = BENCHMARKS.choose(["ied"])
+    rows = []
+    for n in (8, 16, 32):
+        values = {name: {"forward": 1.0, "backward": 1.0} for name in race.competitors}
+        values |= _timed(n, n**2.0, 64.0 * n).values
+        params = {"family": "goe", "shape": [5, n], "budget": 1.0}
+        rows.append(Row(params, "done", values))
+    section = race.present(rows)
+    tables = {table.name: table.frame.to_numpy().tolist() for table in section.tables}
+    assert tables["bench-ied-both-5"] == [["goe", 8.0, 4.0, 2.0]]
+    ((*words, ours, eigh),) = tables["bench-ied-growth"]
+    assert words == ["goe", "n to 64, batch 5", 8, 32]
+    assert (ours, eigh) == (pytest.approx(2), pytest.approx(1))
+    (finding,) = [finding for finding in section.findings if "growth" in finding.claim]
+    assert finding.found == "2.00 beside 1.00 (goe, n to 64, batch 5)"
+    assert finding.holds is False
+
+
+@pytest.mark.parametrize("n", [32, 256])
+def test_each_way_of_a_crossover_is_the_one_it_is_named_after(n, monkeypatch):
+    tried = []
+    for name in ("dominant", "_krylov"):
+        monkeypatch.setattr(adaptive, name, lambda *_, name=name, **__: tried.append(name))
+    (race,) = BENCHMARKS.choose(["ied-crossover"])
+    A = EIGEN["goe"](5, n, torch.Generator().manual_seed(0))
+    for way, names in {"dense": [], "power": ["dominant"], "krylov": ["_krylov"]}.items():
+        tried.clear()
+        race.competitors[way].solve(A)
+        assert tried == names, way
+
+
+def test_each_solver_of_the_crossover_of_least_squares_is_its_own(monkeypatch):
+    tried = []
+
+    def watched(solver, solve):
+        return lambda self, *args, **options: tried.append(solver) or solve(self, *args, **options)
+
+    for solver in (Cholesky, Secular):
+        monkeypatch.setattr(solver, "solve", watched(f"{solver.__name__}()", solver.solve))
+    (race,) = BENCHMARKS.choose(["less-crossover"])
+    A, b = SQUARES["outer"](2, 32, 16, torch.Generator().manual_seed(0))
+    for name in ("Cholesky()", "Secular()"):
+        tried.clear()
+        race.competitors[name].solve(A, b)
+        assert tried[0] == name
 
 
 def test_memory_is_a_multiple_of_the_inputs():

@@ -6,7 +6,9 @@ import torch
 import pmaf
 from pmaf.gradients import Implicit
 from pmaf.solvers import Adaptive, Dense, PowerIteration, adaptive
+from pmaf.solvers._dominant import Start, dominant
 from pmaf.solvers._products import SymmetricPart, fixed_rows
+from pmaf.solvers._ritz import Ritz, certificate
 from tests.ied_cases import with_eigenvalues
 
 T = torch.float64
@@ -101,6 +103,15 @@ def test_a_batch_of_both_kinds(ways):
     assert ways
 
 
+@pytest.mark.parametrize(("k", "second"), [(None, 2.5 - 1e-7), (None, 2.5), (3, 2.5)])
+def test_a_batch_of_which_one_has_to_be_decomposed(k, second, ways):
+    rest = torch.linspace(1, -1, 87).tolist()
+    A = torch.stack([with_eigenvalues([3.0, 2.5, 2.0, *rest], seed) for seed in range(4)])
+    A[2] = with_eigenvalues([2.5, second, 2.0, *rest], 7)
+    same(A, k, factor=1e9)
+    assert ways == ["_krylov"]
+
+
 @pytest.mark.parametrize("top", [1.0, 0.3])
 def test_a_start_without_the_answer_in_it(top):
     """The top eigenvector is exactly orthogonal to the start, and to every row's image."""
@@ -118,6 +129,44 @@ def test_a_start_without_the_answer_in_it(top):
     torch.testing.assert_close(pmaf.ied(A, solver=EAGER).values, torch.tensor(top + 0.2, dtype=T))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "k"), [(1.2, None), (1.2, 2), (0.9, 2)], ids=["top", "first of two", "last of two"]
+)
+def test_a_krylov_space_that_converges_without_the_answer_in_it(hidden, k, ways):
+    n = 90
+    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    x = torch.randn(n, dtype=T)
+    x = x - start * (x @ start) / (start @ start)
+    q = torch.linalg.qr(torch.cat([x.unsqueeze(1), torch.randn(n, n - 1, dtype=T)], 1)).Q
+    values = [hidden, 1.0, 0.8, *torch.linspace(0.3, -0.3, n - 3).tolist()]
+    A = (q * torch.tensor(values, dtype=T)) @ q.mT
+    found = pmaf.ied(A, k, solver=EAGER).values
+    wanted = torch.tensor(sorted(values, reverse=True)[: k or 1], dtype=T)
+    torch.testing.assert_close(found.reshape(-1), wanted)
+    assert ways == []
+
+
+@pytest.mark.parametrize(
+    ("values", "k", "exists"),
+    [
+        ([1.0, 0.9, 0.5, -1.0], 1, True),
+        ([1.0, 0.9, 0.5, -1.0], 2, True),
+        ([1.0, 1.0, 0.5, -1.0], 1, False),
+        ([1.0, 1.1, 0.5, -1.0], 1, False),
+        ([1.0, 0.5, 0.5, -1.0], 2, False),
+        ([1.0, 0.5, 0.9, -1.0], 2, False),
+    ],
+    ids=["one", "two", "a double", "a larger one", "a double last", "one in between"],
+)
+def test_what_the_certificate_of_the_first_vectors_says(values, k, exists):
+    A = torch.diag(torch.tensor([values], dtype=T)[0]).unsqueeze(0)
+    one = torch.ones(1, dtype=T)
+    found = Ritz(
+        torch.tensor([values[:k]], dtype=T), torch.eye(4, dtype=T)[None, :k], one, one, one > 0, 1
+    )
+    assert certificate(SymmetricPart(A), found)[1] == exists
+
+
 def test_two_blocks_of_which_the_longest_row_is_in_the_wrong_one():
     small, large = 3.0 * torch.ones(20, 20, dtype=T), 2.0 * torch.ones(40, 40, dtype=T)
     value, vector = pmaf.ied(torch.block_diag(small, large), solver=EAGER)
@@ -125,16 +174,76 @@ def test_two_blocks_of_which_the_longest_row_is_in_the_wrong_one():
     assert vector[:20].abs().max() < 1e-12
 
 
-def test_an_antisymmetric_part_that_the_first_glance_misses():
+@pytest.mark.parametrize("size", [1.0, 0.1])
+def test_an_antisymmetric_part_that_the_first_glance_misses(size):
     n = 300
     x = fixed_rows(n, T, torch.device("cpu"))[0]
     g = torch.Generator().manual_seed(3)
     a, b = (torch.randn(n, generator=g, dtype=T) for _ in range(2))
     a, b = (v - x * (v @ x) / (x @ x) for v in (a, b))
     S = family("dominant", n, batch=1)[0]
-    A = S + torch.outer(a, b) - torch.outer(b, a)
+    A = S + size * (torch.outer(a, b) - torch.outer(b, a))
     assert SymmetricPart(A.unsqueeze(0)).one_sided
     same(A)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1.0])
+def test_one_matrix_of_a_batch_that_is_not_symmetric(size):
+    """Of a size at which the symmetric part is not formed unless it has to be."""
+    n = 300
+    S = family("dominant", n, batch=2)
+    X, x = torch.randn(n, n, dtype=T), torch.randn(2, 3, n, dtype=T)
+    A = S.clone()
+    A[1] += size * (X - X.mT)
+    part = SymmetricPart(A)
+    assert part.one_sided == (size == 0)
+    image = x @ S
+    for found in (part(x), part.exact(x)):
+        bound = 1e2 * torch.finfo(T).eps * float(image.abs().max())
+        torch.testing.assert_close(found, image, rtol=0, atol=bound)
+    same(A)
+
+
+def _dominant(A, row, **options):
+    A, row = A.unsqueeze(0), row.reshape(1, 1, -1)
+
+    def product(x):
+        return x @ A.mT
+
+    start = Start(row, A.norm().reshape(1, 1, 1), 0, 1.0)
+    return dominant(product, product, start, 1e-4, symmetric=False, **options)
+
+
+def test_a_share_that_is_lost_on_the_way_proves_nothing():
+    """A start with 0.74 of the norm leads to an eigenvalue with less, below another."""
+    A = torch.tensor([[1.0, 0.495, 0.0], [-0.495, 0.0, 0.0], [0.0, 0.0, 0.575]], dtype=T)
+    e = torch.eye(3, dtype=T)[0]
+    assert e @ A @ e > 0.74 * A.norm()
+    assert torch.linalg.eigvals(A).abs().max() == pytest.approx(0.575)
+    assert _dominant(A, e) is None
+    A[2, 2] = 0
+    assert _dominant(A, e) is None
+    A[1, 0] = 0
+    assert _dominant(A, e).values == pytest.approx(1.0)
+
+
+def test_a_vector_of_two_signs_proves_nothing_about_a_positive_matrix():
+    A = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=T)
+    rows = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=T)
+    assert _dominant(0.5 + A, rows[0], is_positive=lambda: True) is None
+    assert _dominant(0.5 + A, rows[1], is_positive=lambda: True).values == pytest.approx(4)
+
+
+def test_a_positive_vector_proves_nothing_about_a_matrix_that_is_not_positive():
+    """No product from its longest row sees the alternating vector, which has more than 6."""
+    A = torch.full((36, 36), 2.0**-7, dtype=T)
+    A[:4, :4] = 1
+    c = torch.tensor([1.0, -1.0], dtype=T).repeat(16)
+    A[4:, 4:] += 6 / 32 * torch.outer(c, c)
+    A += torch.diag(torch.linspace(0, 0.1, 18, dtype=T).repeat_interleave(2))
+    values = torch.linalg.eigvals(A).real.sort().values
+    assert values[-1] > 6 > 5 > values[-2] > 4
+    assert pmaf.ied(A, symmetric=False, solver=EAGER).values == pytest.approx(float(values[-1]))
 
 
 def test_positive_matrices_that_are_far_from_rank_one(ways):
@@ -181,11 +290,14 @@ def test_any_scale(name):
         torch.testing.assert_close(found.vectors, vectors)
 
 
-def test_a_report_says_how_it_was_found():
-    problem = pmaf.PrincipalEigenvectors(family("dominant"))
+@pytest.mark.parametrize("name", ["dominant", "spread"])
+def test_a_report_says_how_it_was_found(name):
+    problem = pmaf.PrincipalEigenvectors(1e6 * family(name))
     solution = pmaf.solve(problem, solver=EAGER, gradient=Implicit())
     assert solution.converged.all()
     assert (solution.iterations > 0).all()
+    assert (solution.residual > 0).all()
+    assert (solution.residual <= adaptive.TOLERANCE * torch.finfo(T).eps).all()
     assert pmaf.certify(problem, solution).holds(1e-12).all()
 
 

@@ -9,6 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import pmaf
 from pmaf import _eigh, _ied_lean
 from pmaf._ied_lean import solve_lean, suits
+from pmaf._neumann import neumann
 from pmaf.solvers import Adaptive, Dense
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
 
@@ -84,6 +85,37 @@ def test_first_and_second_derivatives(way, largest):
     assert gradgradcheck(lambda A: solve_lean(A, largest, way), A)
 
 
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["power", "decomposition"])
+def test_a_gradient_to_be_differentiated_again_is_the_same(way, largest):
+    A = (dominated(2) if largest else -dominated(2)).requires_grad_()
+    value, vector = solve_lean(A, largest, way)
+    for loss in (value.sin().sum(), vector.cos().sum()):
+        (once,) = torch.autograd.grad(loss, A, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, A, create_graph=True)
+        torch.testing.assert_close(again.detach(), once)
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+def test_a_gradient_that_the_series_is_too_slow_for(largest, monkeypatch):
+    monkeypatch.setattr(_ied_lean, "neumann", lambda *_: None)
+    same(dominated(3) if largest else -dominated(3), largest, ALWAYS)
+
+
+def test_the_series_goes_on_until_the_slowest_of_a_batch_has_converged():
+    values = torch.tensor([[0.0, 1e-6, 1e-7], [0.0, 0.4, 0.3]], dtype=T)
+    right = torch.tensor([[0.0, 2.0, -3.0]], dtype=T).expand(2, 1, 3)
+    A = torch.diag_embed(values)
+    found = neumann(lambda w: torch.bmm(w, A), torch.ones(2, 1, dtype=T), right, math.nan)
+    torch.testing.assert_close(found, right / (1 - values).unsqueeze(1), rtol=1e-14, atol=0)
+
+
+def test_a_batch_whose_entries_converge_at_different_rates():
+    A = torch.cat([dominated(2) + 20, dominated(2)])
+    assert _ied_lean._power(A, True, flat=False) is not None
+    same(A, True, ALWAYS)
+
+
 def test_gradients_of_values_alone_and_of_nothing():
     A = dominated(3).requires_grad_()
     for way in (ALWAYS, NEVER):
@@ -154,6 +186,15 @@ def test_not_finite(bad, way):
         solve_lean(A, True, way)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite_in_closed_form(bad, n):
+    A = indefinite(1000, n=n, dtype=torch.float32)
+    A[7, 0, 1] = bad
+    with pytest.raises(ValueError, match="A has non-finite values in 1 of 1000"):
+        solve_lean(A, True, NEVER)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, T])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_two_by_two_in_closed_form(scale, dtype):
@@ -195,6 +236,29 @@ def test_three_by_three_in_closed_form(scale):
     torch.testing.assert_close(vectors.mT @ vectors, eye, rtol=0, atol=8 * eps)
     rest = A.double() @ vectors.double() - vectors.double() * values.double().unsqueeze(-2)
     assert (rest.abs().amax((-2, -1)) <= 4 * eps * size).all()
+
+
+def test_three_by_three_with_eigenvalues_that_are_exactly_double():
+    """Small integers: `cxxᵀ + dI` is not rounded, and has `d` twice."""
+    g = torch.Generator().manual_seed(4)
+    x = torch.randint(-9, 10, (1000, 3, 1), generator=g).float()
+    c, d = torch.randint(-9, 10, (2, 1000, 1, 1), generator=g).float()
+    A = c * x @ x.mT + d * torch.eye(3)
+    values, vectors = _eigh.eigh(A)
+    exact = torch.linalg.eigvalsh(A.double())
+    eps, size = torch.finfo(torch.float32).eps, exact.abs().amax(-1)
+    assert ((values - exact).abs() <= 2 * eps * size.unsqueeze(-1)).all()
+    rest = A.double() @ vectors.double() - vectors.double() * values.double().unsqueeze(-2)
+    assert (rest.abs().amax((-2, -1)) <= 4 * eps * size).all()
+
+
+def test_three_by_three_has_all_digits_in_float64():
+    A = dominated(1000, n=3) - 1
+    values, vectors = _eigh.eigh(A)
+    eps, size = torch.finfo(T).eps, A.norm(dim=(-2, -1))
+    assert (
+        (A @ vectors - vectors * values.unsqueeze(-2)).norm(dim=(-2, -1)) <= 8 * eps * size
+    ).all()
 
 
 def test_three_by_three_gradients_in_closed_form():

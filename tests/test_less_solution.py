@@ -85,6 +85,29 @@ def test_certificate_rejects_what_is_not_a_global_minimum():
     assert stationary.optimality < -0.5
 
 
+@pytest.mark.parametrize("radius", [1.0, 2.5])
+@pytest.mark.parametrize(("m", "n"), [(6, 4), (3, 5)], ids=["tall", "wide"])
+def test_certificate_of_any_point_is_what_it_says(m, n, radius):
+    A, b = gaussian(m, n, 2.0)
+    problem = pmaf.SphereLeastSquares(A, b, radius)
+    y = torch.randn(n, dtype=torch.float64)
+    y = 1.1 * radius * y / y.norm()
+    residual, gram, g = A @ y - b, A.mT @ A, A.mT @ b
+    curvatures = torch.linalg.eigvalsh(gram)
+    multiplier = y @ (g - gram @ y) / (y @ y)
+    rest = (g - gram @ y - multiplier * y).norm()
+    scale = gram.trace() + g.norm() / radius
+    certificate = pmaf.certify(problem, y)
+    for found, wanted in (
+        (problem.objective(y), 0.5 * residual @ residual),
+        (problem.scale(), scale),
+        (certificate.feasibility, torch.tensor(0.1, dtype=torch.float64)),
+        (certificate.stationarity, rest / (radius * scale)),
+        (certificate.optimality, (multiplier + curvatures[0]) / curvatures[-1]),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 3), (1,), ()])
 @pytest.mark.parametrize(("m", "n"), [(6, 4), (4, 4), (3, 5), (5, 1), (1, 3)])
 def test_batch_equals_loop(shape, m, n):
@@ -148,8 +171,10 @@ def test_scale_changes_nothing(name, dtype, factors):
 @pytest.mark.parametrize("ratio", [1e-300, 1e-30, 1e-8, 1e8, 1e30, 1e300])
 def test_b_far_larger_or_smaller_than_A(ratio):
     A, b = gaussian(6, 4, 1.0)
-    solution = pmaf.solve(pmaf.SphereLeastSquares(A, b * ratio))
+    problem = pmaf.SphereLeastSquares(A, b * ratio)
+    solution = pmaf.solve(problem)
     assert solution.converged
+    assert pmaf.certify(problem, solution).holds(1e-14)
     if ratio > 1:
         g = A.mT @ b
         torch.testing.assert_close(
