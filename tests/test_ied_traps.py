@@ -194,3 +194,20 @@ def test_as_accurate_as_eigh_when_the_interesting_part_is_small():
     truth = torch.linalg.eigh(B)[1][:, -1]
     errors = [1 - (pmaf.ied(A, solver=solver).vectors @ truth).abs() for solver in (None, Dense())]
     assert errors[0] <= 4 * errors[1] + 1e-15
+
+
+@pytest.mark.parametrize(
+    ("dtype", "coupling"),
+    [(torch.float32, 1e-8), (torch.float32, 1e-7), (T, 1e-18), (T, 1e-16)],
+    ids=str,
+)
+def test_blocks_of_a_positive_matrix_that_are_hardly_coupled(dtype, coupling):
+    """The vector of the smaller block is positive and has next to no residual."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [
+        value + 0.1 * torch.rand(n, n, generator=generator, dtype=T)
+        for value, n in ((3, 20), (2, 40))
+    ]
+    A = torch.block_diag(*blocks).to(dtype) + coupling
+    exact = torch.linalg.eigvals(A.double()).abs().max()
+    assert float(pmaf.ied(A, symmetric=False).values) == pytest.approx(float(exact), rel=1e-5)

@@ -81,9 +81,9 @@ def dominant(
             rate = (worst / before) ** (1 / taken)
     if not worst <= tolerance:
         return None
-    y = image / torch.linalg.vector_norm(image, dim=-1, keepdim=True)
-    if positive and not (y.amin(-1) * y.amax(-1) > 0).all():
+    if positive and not _is_perron(y, image, value, tolerance):
         return None
+    y = image / torch.linalg.vector_norm(image, dim=-1, keepdim=True)
     if not (symmetric or positive or _has_most(value, size, symmetric)):
         return None
     return Dominant(value, y, rest if size is None else rest / size, products, rate)
@@ -119,6 +119,19 @@ def _check(
     relative = rest / value
     relative = relative if symmetric else relative.abs()  # or it is not accepted anyway
     return y, image, value, float(relative.amax()), rest
+
+
+def _is_perron(y: Tensor, image: Tensor, value: Tensor, tolerance: float) -> bool:
+    """Whether `y` is the dominant eigenvector of a positive matrix.
+
+    No eigenvalue is above the largest of the ratios `(Ay)ᵢ/yᵢ` (Collatz and Wielandt). A
+    residual that is small only on the whole would let the eigenvector of a block pass that
+    the rest of the matrix is hardly coupled to.
+    """
+    if not (y.amin(-1) * y.amax(-1) > 0).all():
+        return False
+    above = (image / y).amax(-1, keepdim=True) - value
+    return bool((above <= y.shape[-1] * tolerance * value).all())
 
 
 def _has_most(value: Tensor, size: Tensor | None, symmetric: bool) -> bool:
