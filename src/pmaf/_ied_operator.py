@@ -13,7 +13,7 @@ from pmaf._ied_attach import full_precision
 from pmaf._linalg import dot, long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, Certificate, announce
-from pmaf._space import Found, Inside, Space, search
+from pmaf._space import Found, Inside, Product, Space, search
 from pmaf._tangent_krylov import conjugate_residuals, gmres
 from pmaf.operators import Operator
 from pmaf.solvers import Krylov, Outcome
@@ -44,6 +44,9 @@ class Largest:
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images - values.unsqueeze(-1) * rows
 
+    def curvature(self, product: Product) -> Product:
+        return product
+
 
 class Dominant:
     """The eigenvalue of largest modulus of a general matrix, if it is real."""
@@ -70,6 +73,9 @@ class Dominant:
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images - values.unsqueeze(-1) * rows
+
+    def curvature(self, product: Product) -> None:
+        return None
 
 
 def find_eigenvectors(
@@ -115,7 +121,7 @@ def _search(
         product,
         start,
         Largest(k) if symmetric else Dominant(),
-        size=max(solver.dimension, 4 * k + 8),
+        size=solver.size(start.shape[-1], k),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,
         symmetric=symmetric,
@@ -255,7 +261,7 @@ def _bordered(
         y,
         right,
         scale=rows.scale,
-        depth=solver.dimension,
+        depth=solver.size(y.shape[-1]),
         limit=solver.max_products,
         agreed=rows.agreed,
     )

@@ -20,7 +20,7 @@ from pmaf._ied_operator import Largest
 from pmaf._linalg import dot, long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, Certificate, announce
-from pmaf._space import Found, Inside, Space, search
+from pmaf._space import Found, Inside, Product, Space, search
 from pmaf._tangent_krylov import conjugate_residuals
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
@@ -65,6 +65,9 @@ class Minimum:
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images + values.unsqueeze(-1) * rows - self.g
 
+    def curvature(self, product: Product) -> Product:
+        return lambda x: -product(x)
+
     def _seen(self, space: Space, row: Tensor) -> Tensor:
         return torch.bmm(space.rows, row.mT).squeeze(-1)
 
@@ -92,7 +95,7 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
         return -gram(x)
 
     options: dict[str, Any] = dict(
-        size=solver.dimension, limit=solver.max_products, symmetric=True, agreed=rows.agreed
+        size=solver.size(n), limit=solver.max_products, symmetric=True, agreed=rows.agreed
     )
     reference = torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(B, 1, n)
     # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
@@ -105,9 +108,15 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
     products = found.products + 1
     gap, proved = found.values.squeeze(-1), found.converged
     if not rows.agreed(gap >= 0):
-        bottom = search(negative, random, Largest(1), tolerance=tolerance, **options)
+        # To tell on which side of the multiplier it lies, the smallest eigenvalue need not be
+        # known any better than that.
+        bottom = search(negative, random, Largest(1), tolerance=eps**0.5, **options)
         products += bottom.products
         gap = (found.values - bottom.values).squeeze(-1)
+        if not rows.agreed(gap > 2 * bottom.residual * bottom.scale):
+            bottom = search(negative, bottom.rows, Largest(1), tolerance=tolerance, **options)
+            products += bottom.products
+            gap = (found.values - bottom.values).squeeze(-1)
         missed = gap < -tolerance * found.scale
         if not rows.agreed(~missed):
             start = torch.cat([found.rows, bottom.rows], -2)
@@ -241,7 +250,7 @@ def certify_less_operator(problem: SphereLeastSquares, value: Tensor) -> Certifi
             lambda x: sign * rows.gram(x),
             random,
             Largest(1),
-            size=Krylov().dimension,
+            size=Krylov().size(n),
             tolerance=torch.finfo(y.dtype).eps ** 0.75,
             limit=Krylov().max_products,
             symmetric=True,

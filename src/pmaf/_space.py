@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf._linalg import inner, long_norm
+from pmaf._tangent_krylov import conjugate_residuals
 from pmaf.solvers._products import fixed_rows
 
 Product = Callable[[Tensor], Tensor]
@@ -39,6 +40,10 @@ class Task(Protocol):
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         """`(B, w, n)`, zero at a solution."""
+        ...
+
+    def curvature(self, product: Product) -> Product | None:
+        """`A` such that `value·I − A` is positive definite beside a solution, if any is."""
         ...
 
 
@@ -113,6 +118,14 @@ class Space:
         self._matrix[:, :q, :q] = matrix
         self.width = q
 
+    def refresh(self) -> None:
+        """Multiply again: in images that are combined over and over, rounding gathers."""
+        basis = torch.linalg.qr(self.rows.mT).Q.mT
+        self._rows[:, : self.width] = basis
+        self._images[:, : self.width] = self.product(basis)
+        self._matrix[:, : self.width, : self.width] = inner(self.rows, self.images)
+        self.products += 1
+
     def _beside(self, block: Tensor) -> Tensor:
         """Orthonormal rows for the part of the block outside the space."""
         n = block.shape[-1]
@@ -163,6 +176,7 @@ def search(
     rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
+    restarts, curvature = 0, task.curvature(product)
     while True:
         if space.full or space.width >= look:
             inside = task.inside(space)
@@ -177,9 +191,25 @@ def search(
                 return Found(
                     inside.values, rows, residual, inside.gap, space.products, done, inside.scale
                 )
-            look = space.width + max(1, space.width // 4)
+            look = space.width + max(1, min(space.width // 4, _LONGEST))
             if space.full:
                 space.keep(inside.kept)
+                restarts += 1
+                if restarts % _REFRESH == 0:
+                    space.refresh()
+                if restarts >= _CORRECT_FROM and curvature is not None:
+                    step = conjugate_residuals(
+                        curvature,
+                        inside.values,
+                        rows,
+                        rest,
+                        scale=inside.scale,
+                        limit=_CORRECT_TO,
+                        agreed=agreed,
+                        tolerance=_CORRECT_BY,
+                    )
+                    space.products += step.products
+                    rest = torch.where((long_norm(step.rows) > 0).unsqueeze(-1), step.rows, rest)
                 look = space.width + max(1, (space.size - space.width) // 2)
         rest = space.grow(rest)
 
@@ -187,10 +217,10 @@ def search(
 def _hopeless(history: list[Tensor], tolerance: float) -> Tensor:
     """Where rounding keeps a residual near its tolerance from falling, or there are no numbers."""
     now = history[-1]
-    if len(history) < _PATIENCE:
+    if len(history) < 2 * _PATIENCE:
         return ~torch.isfinite(now)
-    stuck = (now <= _NEAR * tolerance) & (now >= 0.5 * history[-_PATIENCE])
-    return stuck | ~torch.isfinite(now)
+    before, lately = torch.stack(history[-2 * _PATIENCE :]).reshape(2, _PATIENCE, -1).amin(1)
+    return ((now <= _NEAR * tolerance) & (lately >= 0.8 * before)) | ~torch.isfinite(now)
 
 
 def _safe(x: Tensor) -> Tensor:
@@ -201,7 +231,13 @@ def _safe(x: Tensor) -> Tensor:
 _ROUNDINGS = 4.0
 # Up to so many rows a space may come to be the whole, and a third projection costs nothing.
 _SMALL = 1000
-# Vectors before the first look.
-_FIRST = 6
+# Vectors before the first look, and at most between two.
+_FIRST, _LONGEST = 6, 16
+# Restarts after which images are made anew.
+_REFRESH = 10
+# Restarts after which the space grows by a Newton step instead of a residual, the products
+# that one may take, and how far they have to bring the residual down: a space of a few dozen
+# vectors is slow to tell close eigenvalues apart, and conjugate residuals forget nothing.
+_CORRECT_FROM, _CORRECT_TO, _CORRECT_BY = 4, 400, 0.01
 # Looks without progress, near the tolerance, after which there will be none.
-_PATIENCE, _NEAR = 8, 1e3
+_PATIENCE, _NEAR = 10, 1e3

@@ -31,6 +31,7 @@ def conjugate_residuals(
     scale: Tensor,
     limit: int,
     agreed: Callable[[Tensor], bool],
+    tolerance: float = 0.0,
 ) -> Solved:
     """`(shift·I − A) z = right` with `Yz = 0`, for each row, where that is positive definite.
 
@@ -43,6 +44,7 @@ def conjugate_residuals(
         y: `(B, q, n)`, orthonormal rows to stay clear of.
         right: `(B, p, n)`.
         scale: `(B,)`, of the matrix: what cancels is measured against it.
+        tolerance: on the residual relative to `right`, where rounding is not asked for.
     """
     clear = _clear_of(y)
     column = shift.unsqueeze(-1)
@@ -51,8 +53,8 @@ def conjugate_residuals(
         return clear(column * x - product(x))
 
     eps = torch.finfo(right.dtype).eps
-    right = clear(clear(right))
     size = long_norm(right)
+    right = clear(clear(right))
     z, rest = torch.zeros_like(right), right
     image = system(rest)
     largest = shift.abs() + scale.unsqueeze(-1)
@@ -62,7 +64,7 @@ def conjugate_residuals(
     while True:
         # What is left, and what rounding leaves of a solution this long.
         left, floor = long_norm(rest), size + largest * long_norm(z)
-        done = left <= _ROUNDINGS * eps * floor
+        done = left <= torch.maximum(_ROUNDINGS * eps * floor, tolerance * size)
         # Along what is left the matrix is zero: no step would be of use.
         flat = slope <= _ROUNDINGS * eps * largest * left.square()
         if products >= limit or agreed((done | flat).all(-1)):
@@ -115,8 +117,8 @@ def gmres(
     B, _, n = right.shape
     depth = min(depth, n)
     eps = torch.finfo(right.dtype).eps
-    right = clear(clear(right))
     size = long_norm(right)
+    right = clear(clear(right))
     w, rest, largest = torch.zeros_like(right), right, shift.abs() + scale.unsqueeze(-1)
     products = 0
     Q = right.new_empty(B, depth + 1, n)

@@ -21,7 +21,8 @@ class Krylov(Solver):
 
     Args:
         dimension: vectors of the space; twice as many are held in memory. More take fewer
-            products when eigenvalues are close.
+            products when eigenvalues are close. Unless given, 40, or all there are if that is
+            not above 256.
         max_products: at most so many, forward and again backward.
         tolerance: on the residual relative to the matrix, as reported; a few roundings
             unless given.
@@ -30,17 +31,22 @@ class Krylov(Solver):
     serves = ("PrincipalEigenvectors", "SphereLeastSquares")
     matrix_free = True
 
-    dimension: int = 40
+    dimension: int | None = None
     max_products: int = 5000
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("dimension", self.dimension, 4)
+        if self.dimension is not None:
+            require_at_least("dimension", self.dimension, 4)
         require_at_least("max_products", self.max_products, 1)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return problem.search(self, init)
+
+    def size(self, n: int, k: int = 1) -> int:
+        """Of the space for k vectors of length n."""
+        return max(self.dimension or (n if n <= 256 else 40), 4 * k + 8)
 
     def tolerance_of(self, dtype: torch.dtype) -> float:
         return 16 * torch.finfo(dtype).eps if self.tolerance is None else self.tolerance

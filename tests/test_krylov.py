@@ -1,0 +1,452 @@
+"""Both layers by products alone: global, exact, scale-free, and honest."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import pmaf
+from pmaf.experiments.measure import peak_bytes
+from pmaf.operators import Diagonal, Gram, LowRank, Matrix, Sparse
+from pmaf.solvers import Auto, Krylov
+from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
+from tests.less_cases import DEGENERATE, REGULAR
+
+F64 = torch.float64
+DIMENSION = 40  # of the space, where vectors are long
+SIMPLE = SYMMETRIC | REPEATED_ELSEWHERE
+
+
+def randn(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def weights(x):
+    return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
+
+
+def eigen(A, leaf, **options):
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(A, **options))
+    loss = (weights(solution.value) * solution.value).sum() + solution.multiplier.sin().sum()
+    return solution, torch.autograd.grad(loss, leaf)[0]
+
+
+def ladder(n, low=0.0, high=1.0, top=1.2):
+    """Evenly spaced eigenvalues, and one above."""
+    return torch.cat([torch.linspace(low, high, n - 1, dtype=F64), torch.tensor([top], dtype=F64)])
+
+
+@pytest.mark.parametrize("options", [dict(), dict(k=2), dict(largest=False)], ids=str)
+@pytest.mark.parametrize("name", SIMPLE)
+def test_every_family_equals_the_dense_solve(name, options):
+    A = SIMPLE[name]()
+    if options.get("k", 1) > len(A):
+        pytest.skip("the matrix is too small for so many vectors")
+    dense = A.clone().requires_grad_()
+    wanted, exact = eigen(dense, dense, **options)
+    size = float(torch.linalg.matrix_norm(A, 2))
+    if float(wanted.gap) < 1e-9 * size:
+        pytest.skip("the eigenvalues asked for are not simple")
+    leaf = A.clone().requires_grad_()
+    found, gradient = eigen(Matrix(leaf), leaf, **options)
+    relative_gap = float(wanted.gap) / size if math.isfinite(float(wanted.gap)) else 1.0
+    digits = 1e-13 / relative_gap
+    assert found.converged
+    assert found.backward is not None
+    assert found.backward.converged is not None
+    assert found.backward.converged.all()
+    torch.testing.assert_close(found.multiplier, wanted.multiplier, rtol=0, atol=1e-14 * size)
+    torch.testing.assert_close(found.value, wanted.value, rtol=0, atol=digits)
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(gradient, exact, rtol=0, atol=10 * digits * scale)
+    assert pmaf.certify(pmaf.PrincipalEigenvectors(Matrix(A), **options), found).holds(1e-12).all()
+
+
+@pytest.mark.parametrize("name", NONSYMMETRIC)
+def test_every_nonsymmetric_family_equals_the_dense_solve(name):
+    A = NONSYMMETRIC[name]()
+    dense, leaf = A.clone().requires_grad_(), A.clone().requires_grad_()
+    wanted, exact = eigen(dense, dense, symmetric=False)
+    found, gradient = eigen(Matrix(leaf), leaf, symmetric=False)
+    assert found.converged
+    for x, y in (
+        (found.multiplier, wanted.multiplier),
+        (found.value, wanted.value),
+        (found.gap, wanted.gap),
+        (gradient, exact),
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11)
+    problem = pmaf.PrincipalEigenvectors(Matrix(A), symmetric=False)
+    assert pmaf.certify(problem, found).holds(1e-10)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", REPEATED_TOP)
+def test_repeated_eigenvalues_are_found_with_their_multiplicity(name, k):
+    A = REPEATED_TOP[name]().requires_grad_()
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(Matrix(A), k))
+    exact = torch.linalg.eigvalsh(A.detach()).flip(-1)[:k]
+    torch.testing.assert_close(solution.multiplier.detach(), exact, rtol=1e-14, atol=1e-14)
+    # Of several vectors none is preferred: the gradient is finite, and where some of them are
+    # not among those found, it is warned of.
+    missing = int((torch.linalg.eigvalsh(A.detach()) > exact[-1] - 1e-9).sum()) > k
+    loss = (weights(solution.value) * solution.value).sum()
+    with pytest.warns(pmaf.ConvergenceWarning, match="nearly not") if missing else nullcontext():
+        (gradient,) = torch.autograd.grad(loss, A)
+    assert solution.gap < 1e-13
+    assert torch.isfinite(gradient).all()
+    assert float(gradient.abs().max()) < 1e3
+
+
+def test_multiplicity_beyond_the_size_of_the_space():
+    values = torch.cat([torch.tensor([3.0, 3.0, 3.0, 2.0]), torch.linspace(0, 1, 400)]).double()
+    found = pmaf.ied(Diagonal(values), k=4).values
+    torch.testing.assert_close(found, values[:4], rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", REGULAR | DEGENERATE)
+def test_every_least_squares_family_reaches_the_dense_minimum(name):
+    A, b = (REGULAR | DEGENERATE)[name]()
+    dense, operator = pmaf.SphereLeastSquares(A, b), pmaf.SphereLeastSquares(Matrix(A), b)
+    wanted, found = pmaf.solve(dense), pmaf.solve(operator)
+    assert found.converged
+    for x, y in (
+        (dense.objective(found.value), dense.objective(wanted.value)),
+        (found.multiplier, wanted.multiplier),
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    # Without the smallest eigenvalue of AᵀA the gap is known from below.
+    assert -1e-13 <= found.gap <= wanted.gap + 1e-12
+    assert pmaf.certify(operator, found).holds(1e-12)
+    assert pmaf.certify(dense, found).holds(1e-12)
+
+
+@pytest.mark.parametrize("name", REGULAR)
+def test_every_regular_least_squares_family_has_the_dense_gradient(name):
+    results = []
+    for wrap in (lambda A: A, Matrix):
+        A, b = (x.requires_grad_() for x in REGULAR[name]())
+        u = pmaf.less(wrap(A), b, radius=0.8)
+        results.append((u.detach(), *torch.autograd.grad((weights(u) * u).sum(), (A, b))))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["b = 0", "hard case", "wide inner, one dimension free"])
+def test_gradients_where_the_hessian_is_singular_but_the_minimum_is_not_flat(name):
+    results = []
+    for wrap in (lambda A: A, Matrix):
+        A, b = (x.requires_grad_() for x in DEGENERATE[name]())
+        u = pmaf.less(wrap(A), b)
+        results.append((u.detach(), *torch.autograd.grad((weights(u) * u).sum(), (A, b))))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(largest=False), dict(k=3)], ids=str)
+def test_many_restarts(options, dtype):
+    d = ladder(2000, top=1.02)
+    d = d if options.get("largest", True) else -d
+    leaf = d.to(dtype).requires_grad_()
+    found, gradient = eigen(Diagonal(leaf), leaf, **options)
+    assert found.iterations > DIMENSION
+    eps = torch.finfo(dtype).eps
+    assert found.residual < 16 * eps
+    order = d.sort(descending=options.get("largest", True)).values[: options.get("k", 1)]
+    torch.testing.assert_close(
+        found.multiplier.detach().double().reshape(-1), order, rtol=0, atol=32 * eps
+    )
+    # The value of a diagonal matrix depends on one entry.
+    assert int(gradient.abs().argmax()) == int((d - order[-1]).abs().argmin())
+
+
+@pytest.mark.parametrize("length", [0.3, 1.5], ids=["inner", "outer"])
+def test_least_squares_with_many_restarts(length):
+    left, right = (torch.linalg.qr(randn(n, 200, seed=n))[0] for n in (500, 200))
+    A = left * torch.logspace(-2, 0, 200, dtype=F64) @ right.T
+    b = A @ (length * right.sum(-1) / 200**0.5)
+    results = []
+    for wrap in (lambda A: A, Matrix):
+        a = A.clone().requires_grad_()
+        solver = Auto() if wrap is not Matrix else Krylov(DIMENSION)
+        solution = pmaf.solve(pmaf.SphereLeastSquares(wrap(a), b), solver=solver)
+        loss = (weights(solution.value) * solution.value).sum()
+        results.append((solution.value.detach(), *torch.autograd.grad(loss, a)))
+        assert solution.converged
+    assert int(solution.iterations) > DIMENSION
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-9 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("power", [-150, -20, 20, 150])
+def test_scale_does_not_matter(power):
+    c = 2.0**power
+    A, y = randn(30, 30), pmaf.ied(Matrix(randn(30, 30))).vectors
+    values, vectors = pmaf.ied(Matrix(c * A))
+    torch.testing.assert_close(vectors, y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(values / c, pmaf.ied(A).values, rtol=1e-13, atol=0)
+    b = randn(30, seed=1)
+    torch.testing.assert_close(pmaf.less(Matrix(c * A), c * b), pmaf.less(A, b), rtol=0, atol=1e-10)
+
+
+def test_entries_whose_squares_leave_the_range_of_float32():
+    d = torch.linspace(0.5, 1, 50)
+    d[7] = 1.5
+    for c in (1e-30, 1e30):
+        values, vectors = pmaf.ied(Diagonal(c * d))
+        assert float(values) == pytest.approx(1.5 * c, rel=1e-6)
+        assert float(vectors[7]) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [10**5, 10**6])
+def test_a_million_numbers_in_float32(length):
+    d = torch.linspace(0, 1, length)
+    d[3] = 1.3
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(Diagonal(d)))
+    assert solution.converged
+    assert abs(float(torch.linalg.vector_norm(solution.value.double())) - 1) < 1e-6
+    assert float(solution.multiplier) == pytest.approx(1.3, rel=1e-6)
+    residual = (d.double() - float(solution.multiplier)) * solution.value.double()
+    assert float(torch.linalg.vector_norm(residual)) < 4e-6
+
+
+class TestWarmStarts:
+    problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(3000, top=1.01)))
+
+    def test_a_solution_nearby_saves_products(self):
+        cold = pmaf.solve(self.problem)
+        nearby = cold.value + 1e-3 * randn(3000) / 3000**0.5
+        warm = pmaf.solve(self.problem, init=nearby)
+        assert warm.converged
+        assert int(warm.iterations) <= 0.9 * int(cold.iterations)
+        torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-11)
+
+    def test_so_does_one_through_the_function_and_the_module(self):
+        y = pmaf.ied(self.problem.A, init=self.problem.A.d).vectors
+        for found in (
+            pmaf.ied(self.problem.A, init=y),
+            pmaf.IED()(self.problem.A, init=y),
+        ):
+            torch.testing.assert_close(found.vectors, y, rtol=0, atol=1e-11)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+    @pytest.mark.parametrize("start", [0, 5, -2], ids=["lowest", "inside", "second"])
+    def test_an_eigenvector_that_is_not_the_top_one_is_left_again(self, start, dtype):
+        A = Diagonal(ladder(3000).to(dtype))
+        init = torch.zeros(3000, dtype=dtype)
+        init[start] = 1
+        found = pmaf.ied(A, init=init)
+        assert float(found.values) == pytest.approx(1.2, rel=1e-6)
+
+    def test_several_vectors(self):
+        A = Diagonal(ladder(3000))
+        cold = pmaf.solve(pmaf.PrincipalEigenvectors(A, 3))
+        warm = pmaf.solve(pmaf.PrincipalEigenvectors(A, 3), init=cold.value)
+        assert int(warm.iterations) < int(cold.iterations)
+        torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-10)
+
+    def test_zero_is_no_start(self):
+        found = pmaf.ied(Diagonal(ladder(50)), init=torch.zeros(50, dtype=F64))
+        assert float(found.values) == pytest.approx(1.2)
+
+    def test_least_squares(self):
+        A, b = randn(300, 100) * torch.logspace(0, 1, 100, dtype=F64), randn(300, seed=1)
+        problem = pmaf.SphereLeastSquares(Matrix(A), 100 * b)
+        cold = pmaf.solve(problem)
+        warm = pmaf.solve(problem, init=cold.value + 1e-6 * randn(100))
+        assert int(warm.iterations) < int(cold.iterations)
+        torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-10)
+
+    def test_nonsymmetric(self):
+        A = Matrix(randn(400, 400).abs() + torch.diag(200 * torch.rand(400, dtype=F64)))
+        problem = pmaf.PrincipalEigenvectors(A, symmetric=False)
+        cold = pmaf.solve(problem)
+        warm = pmaf.solve(problem, init=cold.value)
+        assert int(warm.iterations) < int(cold.iterations)
+        torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-10)
+
+
+class TestHonesty:
+    hard = Diagonal(ladder(3000, top=1.0 + 1e-6))
+
+    def test_a_search_that_ends_early_says_so(self):
+        with pytest.warns(pmaf.ConvergenceWarning, match="60 iterations.*max_products"):
+            pmaf.ied(self.hard, solver=Krylov(max_products=60))
+        with pytest.raises(pmaf.ConvergenceError, match="init"):
+            pmaf.solve(
+                pmaf.PrincipalEigenvectors(self.hard), solver=Krylov(max_products=60), throw=True
+            )
+
+    def test_so_does_least_squares(self):
+        A = randn(300, 200) * torch.logspace(0, 3, 200, dtype=F64)
+        with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
+            pmaf.less(Matrix(A), randn(300, seed=1), solver=Krylov(max_products=20))
+
+    def test_a_backward_that_ends_early_says_so(self):
+        d = ladder(3000, top=1.005).requires_grad_()
+        problem = pmaf.PrincipalEigenvectors(Diagonal(d))
+        solution = pmaf.solve(problem, solver=Krylov(max_products=75, tolerance=1e-4))
+        assert solution.backward.residual is None  # it has not run yet
+        with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
+            (weights(solution.value) * solution.value).sum().backward()
+        assert not solution.backward.converged.all()
+        assert solution.backward.iterations >= 75
+        assert float(solution.backward.residual) > 1e-12
+
+    def test_a_tolerance_is_kept(self):
+        d = ladder(3000)
+        rough = pmaf.solve(pmaf.PrincipalEigenvectors(Diagonal(d)), solver=Krylov(tolerance=1e-4))
+        fine = pmaf.solve(pmaf.PrincipalEigenvectors(Diagonal(d)))
+        assert rough.residual <= 1e-4
+        assert int(rough.iterations) < int(fine.iterations)
+
+    def test_a_complex_dominant_pair_is_not_called_converged(self):
+        turn = torch.tensor([[0.0, -2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
+        with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
+            pmaf.ied(Matrix(turn), symmetric=False)
+
+    def test_a_certificate_sees_what_is_not_the_largest(self):
+        problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(100)))
+        second = torch.zeros(100, dtype=F64)
+        second[-2] = 1
+        found = pmaf.certify(problem, second)
+        assert found.stationarity < 1e-15
+        assert found.optimality == pytest.approx(-0.2 / 1.2)
+        assert not found.holds(1e-6)
+        tilted = torch.nn.functional.normalize(pmaf.ied(problem.A).vectors + 0.01 * second, dim=0)
+        assert not pmaf.certify(problem, tilted).holds(1e-6)
+        assert not pmaf.certify(problem, 2 * pmaf.ied(problem.A).vectors).holds(1e-6)
+
+    def test_a_certificate_of_the_smallest(self):
+        problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(100)), largest=False)
+        assert pmaf.certify(problem, pmaf.solve(problem)).holds(1e-12)
+
+    def test_a_certificate_sees_a_local_minimum_of_least_squares(self):
+        A, b = torch.diag(torch.tensor([2.0, 1.0])).double(), torch.tensor([0.0, 0.5]).double()
+        problem = pmaf.SphereLeastSquares(Matrix(A), b)
+        assert pmaf.certify(problem, pmaf.solve(problem)).holds(1e-12)
+        other = pmaf.certify(problem, torch.tensor([0.0, -1.0], dtype=F64))
+        assert other.stationarity < 1e-15
+        assert other.optimality < -0.1
+
+
+def test_nothing_of_the_size_of_the_matrix_is_ever_held():
+    n = 20_000
+    X = randn(5, n, dtype=torch.float32).requires_grad_()
+    device = torch.device("cpu")
+    outputs = []
+    forward = peak_bytes(lambda: outputs.append(pmaf.ied(Gram(X)).vectors.sum()), device)
+    backward = peak_bytes(lambda: outputs.pop().backward(), device)
+    vector = 4 * n
+    assert forward < 3 * DIMENSION * vector
+    assert backward < 3 * DIMENSION * vector  # of n²: one part in 80
+
+
+def test_a_batch_is_solved_as_its_entries_are():
+    X = randn(4, 25, 60)
+    together = pmaf.ied(Gram(X), k=2)
+    for i in range(4):
+        alone = pmaf.ied(Gram(X[i]), k=2)
+        torch.testing.assert_close(together.values[i], alone.values, rtol=1e-13, atol=0)
+        torch.testing.assert_close(together.vectors[i], alone.vectors, rtol=0, atol=1e-11)
+
+
+def test_the_same_input_gives_the_same_output():
+    X = randn(25, 60)
+    for x, y in zip(pmaf.ied(Gram(X)), pmaf.ied(Gram(X))):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_short_floats_are_computed_in_float32(dtype):
+    X = randn(25, 10).to(dtype).requires_grad_()
+    values, vectors = pmaf.ied(Gram(X))
+    assert values.dtype == vectors.dtype == dtype
+    vectors.sum().backward()
+    exact = X.detach().float().requires_grad_()
+    pmaf.ied(Gram(exact)).vectors.sum().backward()
+    assert X.grad.dtype == dtype
+    torch.testing.assert_close(X.grad, exact.grad.to(dtype))
+    assert pmaf.less(Matrix(X), torch.ones(25, dtype=dtype)).dtype == dtype
+
+
+def test_autocast_does_not_reach_the_products():
+    X = randn(25, 10, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        vectors = pmaf.ied(Gram(X)).vectors
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors, pmaf.ied(X.mT @ X).vectors, rtol=0, atol=1e-5)
+
+
+def test_references_turn_vectors_and_orders_flip():
+    X = randn(25, 10)
+    y = pmaf.ied(Gram(X)).vectors
+    torch.testing.assert_close(pmaf.ied(Gram(X), reference=-y).vectors, -y, rtol=0, atol=1e-12)
+    down, up = (pmaf.ied(Gram(X), k=3, descending=order) for order in (True, False))
+    torch.testing.assert_close(down.values.flip(-1), up.values)
+    torch.testing.assert_close(down.vectors.flip(-1), up.vectors)
+
+
+def test_a_generator_draws_the_start():
+    A = Diagonal(ladder(300))
+    found = pmaf.ied(A, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(found.vectors.abs(), pmaf.ied(A).vectors.abs(), rtol=0, atol=1e-11)
+
+
+def test_a_dense_matrix_may_ask_for_it():
+    A = randn(50, 50)
+    for x, y in zip(pmaf.ied(A, solver=Krylov()), pmaf.ied(A)):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    b = randn(3, 50, seed=1)
+    torch.testing.assert_close(pmaf.less(A, b, solver=Krylov()), pmaf.less(A, b), rtol=0, atol=1e-9)
+
+
+def test_a_compiled_model_goes_on_around_it():
+    class Model(nn.Module):
+        def forward(self, X):
+            return pmaf.ied(Gram(2 * X)).vectors.square()
+
+    X = randn(25, 10)
+    compiled = torch.compile(Model(), backend="aot_eager")
+    torch.testing.assert_close(compiled(X), Model()(X))
+
+
+def test_training_through_a_sparse_graph():
+    """Edge weights learn to put a node at the centre, from one warm start to the next."""
+    index = torch.randint(0, 200, (2, 1000), generator=torch.Generator().manual_seed(0))
+    index = torch.cat([index, index.flip(0)], 1)
+    free = torch.zeros(1000, dtype=F64, requires_grad=True)
+    optimiser = torch.optim.Adam([free], lr=0.1)
+    y, first = None, 0.0
+    for step in range(15):
+        values = torch.nn.functional.softplus(free).repeat(2)
+        A = torch.sparse_coo_tensor(index, values, (200, 200), check_invariants=True)
+        y = pmaf.ied(A, init=None if y is None else y.detach()).vectors
+        loss = -y[17].abs()
+        first = float(loss.detach()) if step == 0 else first
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert float(loss.detach()) < 3 * first
+
+
+def test_deflation_finds_the_next():
+    X = randn(40, 12)
+    values, vectors = pmaf.ied(X.mT @ X, k=2)
+    y = vectors[:, :1].mT
+    found = pmaf.ied(Gram(X) - float(values[0]) * LowRank(y, y))
+    torch.testing.assert_close(found.values, values[1])
+    torch.testing.assert_close(found.vectors.abs(), vectors[:, 1].abs())
+
+
+def test_the_smallest_eigenvector_of_a_graph_is_constant():
+    mask = (torch.rand(60, 60, generator=torch.Generator().manual_seed(0)) < 0.2).double()
+    mask = torch.triu(mask, 1) + torch.triu(mask, 1).mT
+    laplacian = Diagonal(mask.sum(-1)) - Sparse(mask.to_sparse_coo())
+    values, vectors = pmaf.ied(laplacian, k=2, largest=False, descending=False)
+    torch.testing.assert_close(values[0], torch.tensor(0.0, dtype=F64), rtol=0, atol=1e-13)
+    torch.testing.assert_close(vectors[:, 0], torch.full((60,), 60**-0.5, dtype=F64))
+    assert values[1] > 0.1
