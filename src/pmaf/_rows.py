@@ -102,7 +102,11 @@ class Rows:
             outcome = find(self, *arguments)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             self.require_finite()
-            raise
+            if self.mesh is None:
+                raise
+            raise ValueError(
+                f"{self.A!r} has non-finite values on another rank; see what that says"
+            ) from None
         if not torch.isfinite(outcome.multiplier).all():
             self.require_finite()
         return outcome

@@ -90,11 +90,11 @@ class Space:
         return self.width == self.size
 
     def grow(self, block: Tensor) -> Tensor:
-        """Add what rows `(B, p, n)` have beside the space, as far as there is room.
+        """Add rows `(B, p, n)` that are beside the space, as far as there is room.
 
         Returns what the images of the added have beside it.
         """
-        block = self._beside(block[:, : self.size - self.width])
+        block = self._orthonormal(block[:, : self.size - self.width])
         image = self.product(block)
         self.products += 1
         old, self.width = self.width, self.width + block.shape[1]
@@ -126,29 +126,35 @@ class Space:
         self._matrix[:, : self.width, : self.width] = inner(self.rows, self.images)
         self.products += 1
 
-    def _beside(self, block: Tensor) -> Tensor:
-        """Orthonormal rows for the part of the block outside the space."""
-        n = block.shape[-1]
+    def beside(self, block: Tensor) -> Tensor:
+        """What rows have outside the space, up to rounding."""
+        if not self.width:
+            return block
+        return torch.baddbmm(block, inner(block, self.rows), self.rows, alpha=-1)
+
+    def _orthonormal(self, block: Tensor) -> Tensor:
+        """Orthonormal rows for rows beside the space."""
         eps = torch.finfo(block.dtype).eps
-        least = _ROUNDINGS * eps * self.reach
-        # Once loses digits where little is left; in a small space that may happen twice.
-        for attempt in range(3 if n <= _SMALL else 2):
-            if self.width:
-                block = torch.baddbmm(block, inner(block, self.rows), self.rows, alpha=-1)
-            length = long_norm(block)
-            # Of an invariant space nothing is left but rounding: go on somewhere else.
-            gone = length <= (least if attempt == 0 else eps**0.5)
-            unit = block / torch.where(gone, 1, length).unsqueeze(-1)
-            block = torch.where(gone.unsqueeze(-1), self._spare(block, attempt), unit)
-            if block.shape[1] > 1:
-                block = torch.linalg.qr(block.mT).Q.mT
+        # Of an invariant space nothing is left but rounding: go on somewhere else.
+        block = self._unit(block, _ROUNDINGS * eps * self.reach, 0)
+        # Where little was left, rounding is now a large part of it. In a small space that may
+        # happen again.
+        for attempt in range(2 if block.shape[-1] <= _SMALL else 1):
+            block = self._unit(self.beside(block), eps**0.5, 1 + attempt)
         return block
 
-    def _spare(self, block: Tensor, attempt: int) -> Tensor:
+    def _unit(self, block: Tensor, least: Tensor | float, attempt: int) -> Tensor:
+        """Rows of unit length, orthonormal; others in place of those that are too short."""
         n, p = block.shape[-1], block.shape[1]
-        row = fixed_rows(n, block.dtype, block.device)[0] / n**0.5
-        shift = 1 + self.width + attempt * n // 3
-        return torch.stack([row.roll(shift + i) for i in range(p)])
+        length = long_norm(block)
+        gone = length <= least
+        unit = block / torch.where(gone, 1, length).unsqueeze(-1)
+        # Pieces of one long row: there is no end of them, and they take no time to make.
+        row = fixed_rows(n + _SPARES, block.dtype, block.device)[0]
+        at = (self.width + 97 * attempt) % (_SPARES - p + 1)
+        spare = row[at : at + n + p - 1].unfold(0, n, 1) / n**0.5
+        block = torch.where(gone.unsqueeze(-1), spare, unit)
+        return block if p == 1 else torch.linalg.qr(block.mT).Q.mT
 
 
 def search(
@@ -209,8 +215,12 @@ def search(
                         tolerance=_CORRECT_BY,
                     )
                     space.products += step.products
-                    rest = torch.where((long_norm(step.rows) > 0).unsqueeze(-1), step.rows, rest)
+                    length = long_norm(step.rows).unsqueeze(-1)
+                    # Of a step the direction counts, however short it is.
+                    scaled = space.reach.unsqueeze(-1) * step.rows / _safe(length)
+                    rest = torch.where(length > 0, scaled, rest)
                 look = space.width + max(1, (space.size - space.width) // 2)
+            rest = space.beside(rest)
         rest = space.grow(rest)
 
 
@@ -231,6 +241,8 @@ def _safe(x: Tensor) -> Tensor:
 _ROUNDINGS = 4.0
 # Up to so many rows a space may come to be the whole, and a third projection costs nothing.
 _SMALL = 1000
+# Directions to go on with where there is none.
+_SPARES = 512
 # Vectors before the first look, and at most between two.
 _FIRST, _LONGEST = 6, 16
 # Restarts after which images are made anew.

@@ -4,6 +4,7 @@ from pmaf.bench.crossover import EigenCrossover, LessCrossover
 from pmaf.bench.eigen import EigenRace, EigenvectorsRace
 from pmaf.bench.general import GeneralRace
 from pmaf.bench.least_squares import LessRace
+from pmaf.bench.matrix_free import Graphs, PrincipalComponents
 from pmaf.bench.memory import MemoryRace
 from pmaf.experiments import Collection
 
@@ -50,5 +51,7 @@ BENCHMARKS = Collection(
         EigenvectorsRace(),
         GeneralRace(),
         EigenCrossover(),
+        Graphs(),
+        PrincipalComponents(),
     ),
 )

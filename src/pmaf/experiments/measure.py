@@ -65,6 +65,16 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+def peak_resident() -> int | None:
+    """The most memory this process has held so far, None where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
 def free_memory() -> int | None:
     """Bytes of the machine's memory that are free to use, None where it does not say."""
     try:

@@ -1,0 +1,290 @@
+"""Functions that tests run on several ranks at once, and how to run them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import pmaf
+from pmaf.experiments.measure import peak_bytes
+from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
+
+F64 = torch.float64
+
+
+def on_ranks(world: int, work: Callable[[DeviceMesh], Any], timeout: float = 120) -> list[Any]:
+    """What `work(mesh)` returns on every rank, in their order; None from those that died."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (world, folder, work, timeout), nprocs=world)
+        files = [Path(folder) / f"{rank}.pt" for rank in range(world)]
+        return [torch.load(file) if file.exists() else None for file in files]
+
+
+def _run(
+    rank: int, world: int, folder: str, work: Callable[[DeviceMesh], Any], timeout: float
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    torch.save(work(init_device_mesh("cpu", (world,))), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def weights(x: Tensor) -> Tensor:
+    return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
+
+
+def by_rows(x: Tensor, mesh: DeviceMesh | None, dim: int = 0) -> Tensor:
+    """A leaf, spread over the ranks of a mesh if there is one."""
+    if mesh is None:
+        return x.clone().requires_grad_()
+    return distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+
+
+def everywhere(x: Tensor) -> Tensor:
+    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Of a loss that every rank computes from the solution that it has."""
+    plain = [x.to_local() if isinstance(x, DTensor) else x for x in outputs]
+    loss = torch.stack([(weights(x) * x).sum() for x in plain]).sum()
+    found = torch.autograd.grad(loss, leaves)
+    for dx, x in zip(found, leaves):
+        if isinstance(x, DTensor):
+            assert isinstance(dx, DTensor)
+            assert dx.placements == x.placements
+    return [everywhere(x) for x in (*outputs, *found)]
+
+
+# Each takes a mesh, or None for a single process, and returns outputs and gradients.
+
+
+def gram(mesh: DeviceMesh | None, **options: Any) -> list[Tensor]:
+    X = by_rows(randn(53, 12), mesh)  # rows that do not come out even
+    return gradients(list(pmaf.ied(Gram(X, scale=1 / 52), **options)), [X])
+
+
+def gram_three(mesh: DeviceMesh | None) -> list[Tensor]:
+    return gram(mesh, k=3)
+
+
+def gram_smallest(mesh: DeviceMesh | None) -> list[Tensor]:
+    return gram(mesh, largest=False)
+
+
+def gram_warm(mesh: DeviceMesh | None) -> list[Tensor]:
+    return gram(mesh, init=randn(12, seed=5))
+
+
+def gram_batched(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = by_rows(randn(2, 53, 12), mesh, dim=1)
+    return gradients(list(pmaf.ied(Gram(X))), [X])
+
+
+def shifted(mesh: DeviceMesh | None) -> list[Tensor]:
+    """A plain tensor that every rank has beside one that is spread."""
+    X = by_rows(randn(53, 12), mesh)
+    ones = by_rows(torch.ones(1, 53, dtype=F64), mesh, dim=1)
+    shift = (everywhere(X).mean(0, keepdim=True) + 0.3).requires_grad_()
+    operator = Gram(Matrix(X) - LowRank(ones, shift))
+    return gradients(list(pmaf.ied(operator)), [X, shift])
+
+
+def square(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(13, 13), mesh)
+    return gradients(list(pmaf.ied(A)), [A])
+
+
+def square_by_columns(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(13, 13).abs(), mesh, dim=1)
+    return gradients(list(pmaf.ied(A, symmetric=False)), [A])
+
+
+def least_squares(mesh: DeviceMesh | None, length: float) -> list[Tensor]:
+    A, b = by_rows(randn(53, 12), mesh), by_rows(length * randn(53, seed=1), mesh)
+    return gradients([pmaf.less(A, b, radius=1.3)], [A, b])
+
+
+def least_squares_inner(mesh: DeviceMesh | None) -> list[Tensor]:
+    return least_squares(mesh, 0.1)
+
+
+def least_squares_outer(mesh: DeviceMesh | None) -> list[Tensor]:
+    return least_squares(mesh, 20.0)
+
+
+def least_squares_of_zero(mesh: DeviceMesh | None) -> list[Tensor]:
+    return least_squares(mesh, 0.0)
+
+
+ROWS = (
+    gram,
+    gram_three,
+    gram_smallest,
+    gram_warm,
+    gram_batched,
+    shifted,
+    square,
+    square_by_columns,
+    least_squares_inner,
+    least_squares_outer,
+    least_squares_of_zero,
+)
+
+
+def whole_loss(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Of a loss over a batch of which every rank has a part: DTensors all the way."""
+    loss = torch.stack([x.pow(3).sum() for x in outputs]).sum()
+    found = torch.autograd.grad(loss, leaves)
+    return [everywhere(x) for x in (*outputs, *found)]
+
+
+def batch_of_matrices(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(5, 6, 6), mesh)  # of four ranks the last has one, or none
+    found = whole_loss(list(pmaf.ied(A, k=2)), [A])
+    assert mesh is None or pmaf.ied(A).vectors.placements == (Shard(0),)
+    return found
+
+
+def batch_with_references(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, reference = by_rows(randn(5, 6, 6), mesh), randn(5, 6, seed=1)
+    return whole_loss(list(pmaf.ied(A, reference=reference)), [A])
+
+
+def batch_of_problems(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, b = by_rows(randn(5, 8, 3), mesh), by_rows(randn(5, 8, seed=1), mesh)
+    return whole_loss([pmaf.less(A, b)], [A, b])
+
+
+def batch_with_one_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Every rank has the matrix, and contributes a part of its gradient."""
+    A, b = randn(8, 3).requires_grad_(), by_rows(randn(5, 8, seed=1), mesh)
+    if mesh is not None:
+        A = distribute_tensor(A.detach(), mesh, [Replicate()]).requires_grad_()
+    return whole_loss([pmaf.less(A, b)], [A, b])
+
+
+BATCHES = (batch_of_matrices, batch_with_references, batch_of_problems, batch_with_one_matrix)
+
+
+def all_cases(mesh: DeviceMesh) -> dict[str, list[Tensor]]:
+    """Every case in one go: starting processes takes longer than all of them."""
+    return {case.__name__: case(mesh) for case in (*ROWS, *BATCHES)}
+
+
+class Net(nn.Module):
+    """Both layers on learnt features, dense and by products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Linear(6, 4, dtype=F64)
+        self.ied, self.less = pmaf.IED(), pmaf.LESS()
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.features(x)
+        return self.ied(f.mT @ f).vectors + self.ied(Gram(f)).vectors + self.less(f, x[..., 0])
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model(x).pow(3).sum(-1).mean().backward()
+    return [everywhere(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def wrapped(mesh: DeviceMesh) -> dict[str, list[Tensor]]:
+    """Gradients of a model in data parallel and in fully sharded data parallel training."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mine = randn(8, 9, 6).chunk(mesh.size())[mesh.get_rank()]
+    return {
+        "DDP": trained(DistributedDataParallel(Net()), mine),
+        "FSDP": trained(fully_shard(Net(), mesh=mesh), mine),
+    }
+
+
+def collectives(mesh: DeviceMesh) -> dict[str, Any]:
+    """What a solve sends, and how many products it took."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    X = by_rows(randn(400, 12), mesh)
+    with CommDebugMode() as sent:
+        solution = pmaf.solve(pmaf.PrincipalEigenvectors(Gram(X)))
+    counts = {str(name): count for name, count in sent.get_comm_counts().items()}
+    return {"counts": counts, "products": int(solution.iterations.full_tensor())}
+
+
+def memory(mesh: DeviceMesh) -> int:
+    """Bytes of a rank's share of X, and the most that both passes hold beside it."""
+    rows = 40_000 // mesh.size()
+    generator = torch.Generator().manual_seed(mesh.get_rank())
+    mine = torch.randn(rows, 50, generator=generator)
+    X = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False).requires_grad_()
+
+    def run() -> None:
+        pmaf.ied(Gram(X)).vectors.to_local().sum().backward()
+
+    run()  # the first time imports and caches things
+    X.grad = None
+    return mine.numel() * mine.element_size() + peak_bytes(run, torch.device("cpu"))
+
+
+def poisoned(mesh: DeviceMesh) -> str:
+    """One rank has a number that is not finite. Every rank has to hear of it."""
+    X = randn(40, 6)
+    X[-1, 2] = torch.nan
+    try:
+        pmaf.ied(Gram(by_rows(X, mesh)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def deserted(mesh: DeviceMesh) -> str:
+    """The last rank dies between two products. The others have to hear of it."""
+    return _interrupted(mesh, lambda: os._exit(0))
+
+
+def held_up(mesh: DeviceMesh) -> str:
+    """The last rank hangs between two products, for longer than the others wait."""
+    return _interrupted(mesh, lambda: time.sleep(8))
+
+
+def _interrupted(mesh: DeviceMesh, trouble: Callable[[], None]) -> str:
+    products = 0
+    X = by_rows(randn(40, 6), mesh)
+
+    def matvec(u: Tensor, X: Tensor) -> Tensor:
+        nonlocal products
+        products += 1
+        if products == 3 and mesh.get_rank() == mesh.size() - 1:
+            trouble()
+        return (u.unsqueeze(-2) @ X.mT @ X).squeeze(-2)
+
+    try:
+        pmaf.ied(FromMatvec(matvec, (6, 6), [X], matvec))
+    except RuntimeError as error:
+        return str(error)
+    return ""
