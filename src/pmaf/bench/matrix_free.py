@@ -56,7 +56,7 @@ class Question:
 class ByProducts(Experiment):
     """Times of both passes and of others' forward passes, the residual of each beside it."""
 
-    needs = ("pmaf.bench.matrix_free",)
+    needs = ("scipy", "sklearn", "pmaf.bench.matrix_free")
     sizes: ClassVar[Mapping[Scale, Sequence[Any]]]
     families: ClassVar[Sequence[str]]
     others: ClassVar[Sequence[str]]
