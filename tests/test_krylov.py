@@ -117,7 +117,7 @@ def test_every_least_squares_family_reaches_the_dense_minimum(name):
         (found.multiplier, wanted.multiplier),
     ):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
-    # Without the smallest eigenvalue of AᵀA the gap is known from below.
+    # Where μ ≥ 0 proves it, the gap is known from below.
     assert -1e-13 <= found.gap <= wanted.gap + 1e-12
     assert pmaf.certify(operator, found).holds(1e-12)
     assert pmaf.certify(dense, found).holds(1e-12)
@@ -159,8 +159,13 @@ def test_many_restarts(options, dtype):
     torch.testing.assert_close(
         found.multiplier.detach().double().reshape(-1), order, rtol=0, atol=32 * eps
     )
-    # The value of a diagonal matrix depends on one entry.
-    assert int(gradient.abs().argmax()) == int((d - order[-1]).abs().argmin())
+    # The values of a diagonal matrix depend on their entries, and the vectors not at all on them.
+    if dtype == torch.float32 and "k" in options:
+        return  # two of them are closer than float32 tells their vectors apart
+    chosen = torch.argsort(d, descending=options.get("largest", True))[: options.get("k", 1)]
+    torch.testing.assert_close(
+        gradient[chosen].double(), order.cos(), rtol=0, atol=1e3 * eps / float(found.gap)
+    )
 
 
 @pytest.mark.parametrize("length", [0.3, 1.5], ids=["inner", "outer"])
@@ -201,6 +206,32 @@ def test_entries_whose_squares_leave_the_range_of_float32():
         assert float(vectors[7]) == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize("v_scale", [1e-25, 1.0, 1e20])
+@pytest.mark.parametrize("scale", [1e-14, 1e-11, 1.0, 1e8])
+def test_gradients_in_float32_at_any_scale(scale, v_scale):
+    X, v = randn(20, 8, dtype=torch.float32), randn(8, seed=1, dtype=torch.float32)
+    b = randn(20, seed=2, dtype=torch.float32)
+
+    def of(X, solve):
+        X = X.clone().requires_grad_()
+        return torch.autograd.grad((v_scale * v.to(X) * solve(X)).sum(), X)[0].double()
+
+    for small, exact in (
+        (lambda X: pmaf.ied(Gram(X)).vectors, lambda X: pmaf.ied(X.mT @ X).vectors),
+        (lambda X: pmaf.less(Matrix(X), scale * b), lambda X: pmaf.less(X, b.double())),
+        (
+            lambda X: pmaf.ied(Matrix(X[:8].abs()), symmetric=False).vectors,
+            lambda X: pmaf.ied(X[:8].abs(), symmetric=False).vectors,
+        ),
+    ):
+        wanted = of(X.double(), exact) / scale
+        if not 1e-30 < v_scale / scale**2 < 1e30:
+            continue  # the solution of the linear system has no float32
+        torch.testing.assert_close(
+            of(scale * X, small), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max())
+        )
+
+
 @pytest.mark.parametrize("length", [10**5, 10**6])
 def test_a_million_numbers_in_float32(length):
     d = torch.linspace(0, 1, length)
@@ -214,7 +245,7 @@ def test_a_million_numbers_in_float32(length):
 
 
 class TestWarmStarts:
-    problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(3000, top=1.01)))
+    problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(3000)))
 
     def test_a_solution_nearby_saves_products(self):
         cold = pmaf.solve(self.problem)
@@ -231,6 +262,20 @@ class TestWarmStarts:
             pmaf.IED()(self.problem.A, init=y),
         ):
             torch.testing.assert_close(found.vectors, y, rtol=0, atol=1e-11)
+
+    @pytest.mark.parametrize("k", [1, 2])
+    @pytest.mark.parametrize(
+        ("dtype", "gap"), [(torch.float32, 1e-2), (torch.float32, 3e-4), (F64, 1e-9)], ids=str
+    )
+    @pytest.mark.parametrize("n", [50, 3000, 100_000])
+    def test_a_vector_that_has_been_overtaken_is_left(self, n, dtype, gap, k):
+        """Its residual is zero, and the new top vector next to orthogonal to any start."""
+        d = torch.linspace(0, 0.9, n, dtype=dtype)
+        d[-2:] = torch.tensor([1.0, 1 + gap], dtype=dtype)
+        init = torch.zeros(n, k, dtype=dtype)
+        init[-2, 0] = init[4, -1] = 1
+        found = pmaf.ied(Diagonal(d), k, init=init)
+        assert float(found.vectors[-1, 0].abs()) > 0.9
 
     @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
     @pytest.mark.parametrize("start", [0, 5, -2], ids=["lowest", "inside", "second"])
@@ -265,8 +310,15 @@ class TestWarmStarts:
         problem = pmaf.PrincipalEigenvectors(A, symmetric=False)
         cold = pmaf.solve(problem)
         warm = pmaf.solve(problem, init=cold.value)
-        assert int(warm.iterations) < int(cold.iterations)
+        assert int(warm.iterations) <= int(cold.iterations)
         torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-10)
+
+    def test_a_start_that_is_not_finite_is_refused(self):
+        init = torch.full((3000,), torch.nan, dtype=F64)
+        with pytest.raises(ValueError, match="init has non-finite"):
+            pmaf.ied(self.problem.A, init=init)
+        with pytest.raises(ValueError, match="init has non-finite"):
+            pmaf.less(Matrix(randn(5, 3)), randn(5), init=torch.full((3,), torch.inf, dtype=F64))
 
 
 class TestHonesty:
@@ -307,6 +359,58 @@ class TestHonesty:
         turn = torch.tensor([[0.0, -2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
         with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
             pmaf.ied(Matrix(turn), symmetric=False)
+
+    @pytest.mark.parametrize("wrap", [Matrix, lambda A: Sparse(A.to_sparse_coo())], ids=["", "COO"])
+    def test_two_with_one_modulus_are_not_called_dominant(self, wrap):
+        """Of a bipartite graph; the positive one is returned nevertheless."""
+        A = torch.tensor([[0.0, 1.0], [2.0, 0.0]], dtype=F64)
+        with pytest.warns(pmaf.ConvergenceWarning):
+            solution = pmaf.solve(pmaf.PrincipalEigenvectors(wrap(A), symmetric=False))
+        assert not solution.converged
+        assert float(solution.multiplier) == pytest.approx(2**0.5)
+
+    def test_a_gradient_without_digits_says_so(self):
+        """The smallest singular value is 1e-3.5, and AᵀA knows its square to no digit."""
+        left, right = (torch.linalg.qr(randn(n, 10, seed=n))[0] for n in (20, 10))
+        A = (left * torch.logspace(-3.5, 0, 10, dtype=F64) @ right.T).float().requires_grad_()
+        b = A.detach() @ (0.5 * torch.nn.functional.normalize(randn(10).float(), dim=0))
+        u = pmaf.less(Matrix(A), b)
+        with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
+            (weights(u) * u).sum().backward()
+
+    def test_ordinary_data_converge(self):
+        for seed in range(6):
+            X = randn(600, 300, seed=seed)
+            for k in (1, 3):
+                for data in (X, X.float()):
+                    problem = pmaf.PrincipalEigenvectors(Gram(data), k)
+                    assert pmaf.solve(problem, throw=True).converged
+
+    def test_a_search_keeps_to_its_products(self):
+        A = randn(600, 400) * torch.logspace(-3, 0, 400, dtype=F64)
+        with pytest.warns(pmaf.ConvergenceWarning):
+            solution = pmaf.solve(
+                pmaf.SphereLeastSquares(Matrix(A), 1e-3 * randn(600, seed=1)),
+                solver=Krylov(max_products=300),
+            )
+        assert int(solution.iterations) < 300 + 2 * 400  # the last step may be a Newton step
+
+    def test_a_certificate_sees_a_complex_pair(self):
+        turn = torch.tensor([[0.0, -2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=F64)
+        problem = pmaf.PrincipalEigenvectors(Matrix(turn), symmetric=False)
+        assert not pmaf.certify(problem, torch.tensor([0.0, 0.0, 1.0], dtype=F64)).holds(1e-6)
+
+    @pytest.mark.parametrize("c", [1e-25, 1.0, 1e25])
+    def test_a_certificate_is_in_no_unit(self, c):
+        d = ladder(20).float()
+        off = torch.nn.functional.normalize(torch.ones(20), dim=0)
+        found = [pmaf.certify(pmaf.PrincipalEigenvectors(Diagonal(x * d)), off) for x in (c, 1.0)]
+        torch.testing.assert_close(found[0].stationarity, found[1].stationarity)
+        torch.testing.assert_close(found[0].optimality, found[1].optimality)
+
+    def test_a_certificate_of_nothing(self):
+        problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(20)))
+        assert not pmaf.certify(problem, torch.zeros(20, dtype=F64)).holds(1e-6)
 
     def test_a_certificate_sees_what_is_not_the_largest(self):
         problem = pmaf.PrincipalEigenvectors(Diagonal(ladder(100)))
@@ -431,6 +535,11 @@ def test_training_through_a_sparse_graph():
         loss.backward()
         optimiser.step()
     assert float(loss.detach()) < 3 * first
+
+
+def test_a_solution_may_be_written_to():
+    u = pmaf.less(Matrix(randn(5, 3).requires_grad_()), randn(5))
+    u.mul_(2).sum().backward()
 
 
 def test_deflation_finds_the_next():

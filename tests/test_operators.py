@@ -1,6 +1,8 @@
 """Matrices known by their products: the same products, solutions and gradients as dense ones."""
 
+import copy
 import functools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +12,17 @@ import torch
 from torch import Tensor
 
 import pmaf
-from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Operator, Scaled, Sparse
+from pmaf.operators import (
+    Diagonal,
+    FromMatvec,
+    Gram,
+    LowRank,
+    Matrix,
+    Operator,
+    Scaled,
+    Sparse,
+    Sum,
+)
 
 F64 = torch.float64
 
@@ -190,8 +202,7 @@ def test_products_are_those_of_the_matrix(case):
     for p in (1, 3):
         x, y = randn(*batch, p, n), randn(*batch, p, m, seed=1)
         close(A.matvec(x), x @ M.mT)
-        for _ in range(2):  # the first of a sparse matrix goes another way
-            close(A.rmatvec(y), y @ M)
+        close(A.rmatvec(y), y @ M)
 
 
 @either
@@ -354,6 +365,29 @@ BAD = {
         lambda: Sparse(torch.eye(3).to_sparse_coo()).with_tensors([torch.ones(2)]),
         r"stores values of shape \(3,\); got \(2,\)",
     ),
+    "a factor with a gradient": (
+        lambda: torch.tensor(2.0, requires_grad=True) * Gram(torch.ones(3, 2)),
+        "would get none",
+    ),
+    "a scale with a gradient": (
+        lambda: Gram(torch.ones(3, 2), scale=torch.tensor(2.0, requires_grad=True)),
+        "scale is a number here",
+    ),
+    "an empty sum": (lambda: Sum(), "at least one part"),
+    "batches a sparse matrix cannot follow": (
+        lambda: (
+            Sparse(torch.eye(2).expand(2, 1, 2, 2).to_sparse_coo()) + Matrix(torch.ones(1, 3, 2, 2))
+        ).matvec(torch.ones(2, 3, 1, 2)),
+        "does not broadcast",
+    ),
+    "a function that is not finite": (
+        lambda: pmaf.ied(FromMatvec(lambda u: u * torch.nan, (3, 3))),
+        "non-finite",
+    ),
+    "not finite, not symmetric": (
+        lambda: pmaf.ied(Matrix(torch.full((3, 3), torch.nan)), symmetric=False),
+        "tensor 0 of Matrix",
+    ),
     "a solver that needs entries": (
         lambda: pmaf.ied(Gram(torch.ones(3, 2)), solver=pmaf.solvers.Dense()),
         r"Dense\(\) needs the entries.*Gram\(2, 2\).*Krylov",
@@ -390,6 +424,56 @@ BAD = {
 def test_bad_input_is_told_what_is_wrong(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+def test_operators_meet_tensors_and_numbers_on_either_side():
+    A, B = randn(3, 3), randn(3, 3, seed=1)
+    x = randn(1, 3, seed=2)
+    for made, wanted in (
+        (A + Matrix(B), A + B),
+        (Matrix(A) + B, A + B),
+        (A - Matrix(B), A - B),
+        (Matrix(A) / 2, A / 2),
+        (torch.tensor(3.0) * Matrix(A), 3 * A),
+    ):
+        close(made.matvec(x), x @ wanted.mT)
+
+
+def test_the_values_of_a_sparse_matrix_may_be_written_to():
+    values = randn(int(pattern(12, 12).sum()))
+    A = Sparse(coo(values, pattern(12, 12))).with_tensors([values])
+    x = randn(1, 12)
+    before = A.matvec(x), A.rmatvec(x)
+    values.mul_(2)
+    close(A.matvec(x), 2 * before[0])
+    close(A.rmatvec(x), 2 * before[1])
+    for other in (copy.deepcopy(A), pickle.loads(pickle.dumps(A))):
+        close(other.rmatvec(x), A.rmatvec(x))
+
+
+def test_a_sparse_batch_of_one_is_shared():
+    A = Sparse(coo(randn(int(pattern(12, 12).sum())), pattern(12, 12)).unsqueeze(0))
+    both = A + Matrix(randn(3, 12, 12))
+    x = randn(3, 2, 12)
+    close(both.matvec(x) - Matrix(randn(3, 12, 12)).matvec(x), A.matvec(x))
+
+
+def test_params_may_be_indices_and_dtypes_are_kept():
+    order = torch.tensor([2, 0, 1])
+    d = torch.tensor([1.0, 2.0, 5.0])
+    A = FromMatvec(lambda u, order, d: d[order] * u, (3, 3), [order, d], device="cpu")
+    assert A.dtype == torch.float32
+    close(pmaf.ied(A).values, torch.tensor(5.0), 1e-6)
+    A = FromMatvec(lambda u, order: u * (order + 1).to(u), (3, 3), [order], dtype=F64)
+    close(pmaf.ied(A).values, torch.tensor(3.0, dtype=F64))
+
+
+def test_products_that_autograd_cannot_follow_are_an_error_not_a_missing_gradient():
+    inside = Sparse(torch.eye(4).to_sparse_coo())
+    w = torch.ones(4, requires_grad=True)
+    A = FromMatvec(lambda u, w: inside.with_tensors([w]).matvec(u[None])[0], (4, 4), [w])
+    with pytest.raises(RuntimeError, match="autograd sees no way"):
+        pmaf.ied(A).values.backward()
 
 
 def test_transforms_of_functions_are_refused():

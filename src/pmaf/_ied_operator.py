@@ -15,6 +15,7 @@ from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, Certificate, announce
 from pmaf._space import Found, Inside, Product, Space, search
 from pmaf._tangent_krylov import conjugate_residuals, gmres
+from pmaf.errors import require_finite
 from pmaf.operators import Operator
 from pmaf.solvers import Krylov, Outcome
 from pmaf.solvers._products import fixed_rows
@@ -24,21 +25,35 @@ if TYPE_CHECKING:
 
 
 class Largest:
-    """The largest eigenvalues of a symmetric matrix."""
+    """The largest eigenvalues of a symmetric matrix.
 
-    def __init__(self, k: int) -> None:
-        self.width = k
+    Args:
+        k: how many.
+        guards: how many more are followed until they are seen to be smaller. A search that
+            starts from vectors that are given, not drawn, needs one: it might be over before
+            anything else shows.
+    """
+
+    def __init__(self, k: int, guards: int = 0) -> None:
+        self.width, self.guards = k + guards, guards
 
     def inside(self, space: Space) -> Inside:
         theta, s = torch.linalg.eigh(space.matrix)
-        k, j = self.width, space.width
-        kept = max(k, min(j - k, k + (j - k) // 2))
+        w, j = self.width, space.width
+        k = w - self.guards
+        kept = max(w, min(j - w, w + (j - w) // 2))
         # Between those asked for, and to the next.
         gaps = theta.diff(dim=-1)[:, -k:]
         gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
         order = s.mT.flip(-2)
         return Inside(
-            theta.flip(-1)[:, :k], order[:, :k], order[:, :kept], gap, theta.abs().amax(-1)
+            theta.flip(-1)[:, :w],
+            order[:, :w],
+            order[:, :kept],
+            gap,
+            theta.abs().amax(-1),
+            theta[:, -1] - theta[:, 0],
+            gap,
         )
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
@@ -51,12 +66,15 @@ class Largest:
 class Dominant:
     """The eigenvalue of largest modulus of a general matrix, if it is real."""
 
-    width = 1
+    width, guards = 1, 0
 
     def inside(self, space: Space) -> Inside:
         H, j = space.matrix, space.width
         theta, s = torch.linalg.eig(H)
-        order = torch.argsort(theta.abs(), dim=-1, descending=True, stable=True)
+        # Of two with one modulus the positive one is Perron's.
+        moduli = theta.abs()
+        favour = 64 * torch.finfo(H.dtype).eps * (theta.real > 0.5 * moduli).to(moduli)
+        order = torch.argsort(moduli * (1 + favour), dim=-1, descending=True, stable=True)
         theta = theta.gather(-1, order)
         s = s.gather(-1, order.unsqueeze(-2).expand_as(s))
         top = s[..., 0]
@@ -69,7 +87,7 @@ class Dominant:
         kept = torch.linalg.qr(parts).Q.mT
         moduli = theta.abs()
         gap = moduli[:, 0] - moduli[:, 1] if j > 1 else torch.full_like(moduli[:, 0], torch.inf)
-        return Inside(values, row, kept, gap, moduli[:, 0])
+        return Inside(values, row, kept, gap, moduli[:, 0], moduli[:, 0], gap)
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images - values.unsqueeze(-1) * rows
@@ -85,14 +103,15 @@ def find_eigenvectors(
     A = rows.A
     batch, n = A.batch_shape, A.shape[-1]
     product = rows.of_symmetric_part if symmetric else rows
-    start = _start(A, k, init)
-    found = _search(product, start, k, symmetric, solver, rows)
+    guards = 1 if init is not None and symmetric and k < n else 0
+    start = _start(A, k, guards, symmetric, init)
+    found = _search(product, start, k, symmetric, solver, rows, guards)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
         # Too large or too small to be squared: once more in other units.
         unit = rows.unit(product(start))
         found = _search(
-            lambda x: product(x) / unit[:, None, None], start, k, symmetric, solver, rows
+            lambda x: product(x) / unit[:, None, None], start, k, symmetric, solver, rows, guards
         )
         found = found._replace(
             values=found.values * unit.unsqueeze(-1),
@@ -100,6 +119,11 @@ def find_eigenvectors(
             scale=found.scale * unit,
         )
     rows.scale = found.scale
+    converged = found.converged
+    if not symmetric:
+        # Whatever is found of several with one modulus is not the dominant one.
+        tie = found.gap <= 64 * torch.finfo(A.dtype).eps * found.scale
+        converged = converged & ~tie
     y = _unit(found.rows)
     shape = (*batch, k)
     return Outcome(
@@ -108,20 +132,26 @@ def find_eigenvectors(
         residual=found.residual.reshape(batch),
         gap=found.gap.reshape(batch),
         iterations=torch.full(batch, found.products, device=y.device),
-        converged=found.converged.reshape(batch),
+        converged=converged.reshape(batch),
         basis=y.new_empty(*batch, 0, n),
         spread=y.new_empty(*batch, 0),
     )
 
 
 def _search(
-    product: Any, start: Tensor, k: int, symmetric: bool, solver: Krylov, rows: Rows
+    product: Product,
+    start: Tensor,
+    k: int,
+    symmetric: bool,
+    solver: Krylov,
+    rows: Rows,
+    guards: int = 0,
 ) -> Found:
     return search(
         product,
         start,
-        Largest(k) if symmetric else Dominant(),
-        size=solver.size(start.shape[-1], k),
+        Largest(k, guards) if symmetric else Dominant(),
+        size=solver.size(start.shape[-1], k + guards),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,
         symmetric=symmetric,
@@ -129,22 +159,27 @@ def _search(
     )
 
 
-def _start(A: Operator, k: int, init: Tensor | None) -> Tensor:
-    """Rows `(B, k, n)` without structure; near the given ones, if any are."""
+def _start(A: Operator, k: int, guards: int, symmetric: bool, init: Tensor | None) -> Tensor:
+    """Rows `(B, k + guards, n)` without structure; the first of them as given, if they are."""
     n, B = A.shape[-1], A.batch_shape.numel()
     row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
-    rows = torch.stack([row.roll(i) for i in range(k)]).expand(B, k, n)
+    rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)
     if init is None:
         return rows
-    given = init.detach().mT.expand(*A.batch_shape, k, n).reshape(B, k, n)
-    # An exact eigenvector that is no longer the top one would be the end of the search; this
-    # much of something else brings in those above it, whatever n.
-    return _unit(given) + torch.finfo(A.dtype).eps ** 0.25 * rows
+    require_finite(init=(init, 2))
+    given = _unit(init.detach().mT.expand(*A.batch_shape, k, n).reshape(B, k, n))
+    if symmetric:
+        return torch.cat([given, rows[:, k:]], -2)
+    # Without a guard: enough of everything else for a larger eigenvalue to show.
+    return given + 0.25 * rows
 
 
 def _unit(rows: Tensor) -> Tensor:
-    length = long_norm(rows)
-    return rows / torch.where(length == 0, 1, length).unsqueeze(-1)
+    return rows / _safe(long_norm(rows)).unsqueeze(-1)
+
+
+def _safe(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1, x)
 
 
 def attach_operator(
@@ -283,12 +318,19 @@ def certify_operator(problem: PrincipalEigenvectors, value: Tensor) -> Certifica
         raise ValueError(f"a solution of this problem has shape {shape}; got {tuple(value.shape)}")
     A = spread_alike(A.with_tensors([x.detach() for x in A.tensors]))
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
-    y = _spread.whole(value.detach())
+    y = _spread.whole(value.detach()).to(A.dtype)
     y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.width, problem.n)
-    product = rows.of_symmetric_part if problem.symmetric else rows
+    exact = rows.of_symmetric_part if problem.symmetric else rows
+    start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
+    # All three measures are relative; in these units nothing over- or underflows.
+    unit = rows.unit(exact(start))[:, None, None]
+
+    def product(x: Tensor) -> Tensor:
+        return exact(x) / unit
+
     image = product(y)
-    values = dot(y, image) / dot(y, y)
-    basis = torch.linalg.qr(y.mT).Q.mT
+    values = dot(y, image) / _safe(dot(y, y))
+    basis = _unit(y) if problem.width == 1 else torch.linalg.qr(y.mT).Q.mT
 
     def beside(x: Tensor) -> Tensor:
         return torch.baddbmm(x, torch.bmm(x, basis.mT), basis, alpha=-1)
@@ -303,16 +345,14 @@ def certify_operator(problem: PrincipalEigenvectors, value: Tensor) -> Certifica
     scale = values.abs().amax(-1)
     surplus = torch.zeros_like(scale)
     if problem.width < problem.n:
-        start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
         solver = Krylov(tolerance=torch.finfo(A.dtype).eps ** 0.5)
         other = _search(elsewhere, start, 1, problem.symmetric, solver, rows)
         scale = torch.maximum(scale, other.scale)
-        next_best = other.values[:, 0]
-        if problem.symmetric:
-            surplus = (lowest[:, 0, 0] - next_best).clamp_max(0)
-        else:
-            surplus = (lowest[:, 0, 0].abs() - next_best.abs()).clamp_max(0)
-    scale = torch.where(scale == 0, 1, scale)
+        # A pair of complex eigenvalues does not converge, but its modulus is known.
+        best = other.values[:, 0] if problem.symmetric else other.scale
+        known = lowest[:, 0, 0] if problem.symmetric else lowest[:, 0, 0].abs()
+        surplus = (known - best).clamp_max(0)
+    scale = _safe(scale)
     eye = torch.eye(problem.width, dtype=y.dtype, device=y.device)
     found = Certificate(
         feasibility=(y @ y.mT - eye).abs().amax((-2, -1)),

@@ -20,7 +20,7 @@ from pmaf._ied_operator import Largest
 from pmaf._linalg import dot, long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, Certificate, announce
-from pmaf._space import Found, Inside, Product, Space, search
+from pmaf._space import Found, Inside, Product, Space, Task, search
 from pmaf._tangent_krylov import conjugate_residuals
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
@@ -41,7 +41,7 @@ class Minimum:
         reference: `(B, 1, n)`, which of two equal minima is taken.
     """
 
-    width = 1
+    width, guards = 1, 0
 
     def __init__(self, g: Tensor, noise: Tensor, reference: Tensor) -> None:
         self.g, self.noise, self.reference = g, noise, reference
@@ -60,7 +60,14 @@ class Minimum:
         lowest = s.mT[:, : max(1, space.width // 2 - 1)]
         kept = torch.linalg.qr(torch.cat([row, lowest], -2).mT).Q.mT
         scale = theta.abs().amax(-1) + self.pull
-        return Inside((gap - theta[:, 0]).unsqueeze(-1), row, kept, gap, scale)
+        # Least curvature beside u: along u itself nothing is free to move.
+        inside = torch.diag_embed(spread + gap.unsqueeze(-1))
+        y = row @ s
+        aside = torch.eye(space.width, dtype=y.dtype, device=y.device) - y.mT @ y
+        beside = aside @ inside @ aside + (scale + gap)[:, None, None] * (y.mT @ y)
+        curvature = torch.linalg.eigvalsh(beside)[:, 0]
+        multiplier = (gap - theta[:, 0]).unsqueeze(-1)
+        return Inside(multiplier, row, kept, gap, scale, scale, curvature)
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images + values.unsqueeze(-1) * rows - self.g
@@ -94,9 +101,25 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
     def negative(x: Tensor) -> Tensor:
         return -gram(x)
 
-    options: dict[str, Any] = dict(
-        size=solver.size(n), limit=solver.max_products, symmetric=True, agreed=rows.agreed
-    )
+    products = 1
+
+    def look(product: Product, start: Tensor, task: Task, tolerance: float) -> Found:
+        nonlocal products
+        found = search(
+            product,
+            start,
+            task,
+            size=solver.size(n),
+            tolerance=tolerance,
+            limit=max(1, solver.max_products - products),
+            symmetric=True,
+            agreed=rows.agreed,
+        )
+        products += found.products
+        return found
+
+    if init is not None:
+        require_finite(init=(init, 1))
     reference = torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(B, 1, n)
     # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
     size = long_norm(image / unit).squeeze(-1).sqrt() * _norm(b, B) / unit[:, 0, 0].sqrt()
@@ -104,30 +127,30 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
     start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, random)
     if init is not None:
         start = torch.cat([reference + eps * random, start], -2)
-    found = search(gram, start, task, tolerance=tolerance, **options)
-    products = found.products + 1
+    found = look(gram, start, task, tolerance)
     gap, proved = found.values.squeeze(-1), found.converged
     if not rows.agreed(gap >= 0):
         # To tell on which side of the multiplier it lies, the smallest eigenvalue need not be
         # known any better than that.
-        bottom = search(negative, random, Largest(1), tolerance=eps**0.5, **options)
-        products += bottom.products
+        bottom = look(negative, random, Largest(1), eps**0.5)
         gap = (found.values - bottom.values).squeeze(-1)
         if not rows.agreed(gap > 2 * bottom.residual * bottom.scale):
-            bottom = search(negative, bottom.rows, Largest(1), tolerance=tolerance, **options)
-            products += bottom.products
+            start = torch.cat([bottom.rows, random], -2) if n > 1 else bottom.rows
+            bottom = look(negative, start, Largest(1, guards=min(1, n - 1)), tolerance)
             gap = (found.values - bottom.values).squeeze(-1)
         missed = gap < -tolerance * found.scale
         if not rows.agreed(~missed):
             start = torch.cat([found.rows, bottom.rows], -2)
-            again = search(gram, start, task, tolerance=tolerance, **options)
-            products += again.products
+            again = look(gram, start, task, tolerance)
             found = _chosen(missed, again, found)
             gap = (found.values - bottom.values).squeeze(-1)
         proved = found.converged & (bottom.converged | (found.values.squeeze(-1) >= 0))
         gap = torch.where(gap.abs() <= tolerance * found.scale, 0, gap)
+        # Where that was not needed it is not used, or one entry would depend on another.
+        gap = torch.where(found.values.squeeze(-1) >= 0, found.values.squeeze(-1), gap)
     scale = unit[:, 0, 0]
     rows.scale = found.scale * scale
+    rows.unique = found.curvature > 16 * eps * found.scale
     return Outcome(
         value=sphere.settle(found.rows).reshape(*batch, n),
         multiplier=(found.values.squeeze(-1) * scale).reshape(batch),
@@ -150,8 +173,8 @@ def _norm(b: Tensor, entries: int) -> Tensor:
 def _chosen(mask: Tensor, new: Found, old: Found) -> Found:
     pairs = ((x, y) for x, y in zip(new, old) if isinstance(x, Tensor))
     columns = (torch.where(mask.reshape(-1, *(1,) * (x.dim() - 1)), x, y) for x, y in pairs)
-    values, rows, residual, gap, converged, scale = columns
-    return Found(values, rows, residual, gap, new.products, converged, scale)
+    values, rows, residual, gap, converged, scale, curvature = columns
+    return Found(values, rows, residual, gap, new.products, converged, scale, curvature)
 
 
 def attach_less_operator(
@@ -218,7 +241,7 @@ class _Less(torch.autograd.Function):
             limit=ctx.solver.max_products,
             agreed=rows.agreed,
         )
-        ctx.report.fill(solved.residual, solved.products, solved.converged)
+        ctx.report.fill(solved.residual, solved.products, solved.converged & rows.unique)
         y, z = rows.lift(y), rows.lift(solved.rows)
         image, along = rows.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
         rest = image - b.reshape(image.shape)
@@ -239,7 +262,13 @@ def certify_less_operator(problem: SphereLeastSquares, value: Tensor) -> Certifi
     rows = Rows(A, batch)
     y = _spread.whole(value.detach()).reshape(rows.entries, 1, n)
     g = rows.pulled(problem.b.detach().expand(*batch, -1))
-    force = g - rows.gram(y)
+    unit = rows.unit(torch.cat([rows.gram(y), g], -2))[:, None, None]
+    g = g / unit
+
+    def gram(x: Tensor) -> Tensor:
+        return rows.gram(x) / unit
+
+    force = g - gram(y)
     length = long_norm(y)
     multiplier = (dot(y, force) / length.square()).squeeze(-1)
     along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
@@ -247,7 +276,7 @@ def certify_less_operator(problem: SphereLeastSquares, value: Tensor) -> Certifi
 
     def extreme(sign: float) -> Tensor:
         return sign * search(
-            lambda x: sign * rows.gram(x),
+            lambda x: sign * gram(x),
             random,
             Largest(1),
             size=Krylov().size(n),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmaf import _spread
-from pmaf._linalg import long_norm, power_of_two
+from pmaf._linalg import inner, long_norm, power_of_two
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
 from pmaf.solvers._base import Outcome
@@ -27,7 +27,9 @@ class Rows:
     def __init__(self, A: Operator, batch: torch.Size) -> None:
         self.A, self.entries = A, batch.numel()
         self.mesh = _spread.mesh_of(*A.tensors)
-        self.scale = torch.zeros(self.entries)  # of the matrix, once a search has seen it
+        # What a search has seen of the matrix, for the backward pass.
+        self.scale = torch.zeros(self.entries)
+        self.unique = torch.ones(self.entries, dtype=torch.bool)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.lower(self.A.matvec(self.lift(rows)), rows)
@@ -66,18 +68,15 @@ class Rows:
         return self if self.A.symmetric or not self._is_lopsided() else self.symmetric_part
 
     def _is_lopsided(self) -> bool:
-        """Whether a product with the transpose is another, as far as one vector shows."""
+        """Whether `xᵀAy` and `yᵀAx` differ by more than rounding, for one pair of vectors."""
         n = self.A.shape[-1]
-        row = fixed_rows(n, self.A.dtype, self.A.device)[:1].expand(self.entries, 1, n)
-        try:
-            other = self.transposed(row)
-        except NotImplementedError:
-            return False
-        image = self(row)
-        rounding = n**0.5 * torch.finfo(image.dtype).eps
-        difference = long_norm(image - other)
-        same = difference <= rounding * long_norm(image)
-        return not self.agreed(same | ~torch.isfinite(difference))
+        rows = fixed_rows(n, self.A.dtype, self.A.device).expand(self.entries, 2, n)
+        images = self(rows)
+        found = inner(rows, images)
+        size = long_norm(images).amax(-1)
+        difference = (found[:, 0, 1] - found[:, 1, 0]).abs()
+        rounding = _ROUNDINGS * torch.finfo(images.dtype).eps
+        return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
 
     def unit(self, image: Tensor) -> Tensor:
         """Powers of two `(B,)` of the size of an image; an error if there is none."""
@@ -100,22 +99,31 @@ class Rows:
         """What `find` finds, or an error that says which numbers are not finite."""
         try:
             outcome = find(self, *arguments)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            self.require_finite()
-            if self.mesh is None:
+        except RuntimeError as error:
+            # What a decomposition says to numbers that are not finite.
+            known = isinstance(error, torch.linalg.LinAlgError)  # pyright: ignore
+            if not (known or "linalg" in str(error)):
                 raise
-            raise ValueError(
-                f"{self.A!r} has non-finite values on another rank; see what that says"
-            ) from None
+            self._complain()
+            raise
         if not torch.isfinite(outcome.multiplier).all():
-            self.require_finite()
+            self._complain()
         return outcome
+
+    def _complain(self) -> None:
+        self.require_finite()
+        where = "" if self.mesh is None else "; see what the other ranks say"
+        raise ValueError(f"a product with {self.A!r} has non-finite values{where}") from None
 
     def require_finite(self) -> None:
         """An error that names the tensor with numbers that are not finite."""
         for i, x in enumerate(self.A.tensors):
             here = _spread.local(x)
             require_finite(**{f"tensor {i} of {self.A!r}": (here, here.dim())})
+
+
+# By which a matrix may miss symmetry, relative to its Frobenius norm, and be called symmetric.
+_ROUNDINGS = 256
 
 
 def spread_alike(A: Operator, *others: Tensor) -> Operator:

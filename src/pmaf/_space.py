@@ -8,6 +8,7 @@ space of Lanczos and Arnoldi; when the space is full, the best of it is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -29,12 +30,15 @@ class Inside(NamedTuple):
     kept: Tensor  # (B, q, j), orthonormal coefficients of what a restart keeps
     gap: Tensor  # (B,)
     scale: Tensor  # (B,), what a residual is measured against
+    span: Tensor  # (B,), from the smallest eigenvalue seen to the largest
+    curvature: Tensor  # (B,), least along the constraint; zero where the solution is not unique
 
 
 class Task(Protocol):
     """What is looked for."""
 
-    width: int  # rows of a solution
+    width: int  # rows that are looked for
+    guards: int  # of them, how many only have to be seen to lie behind the others
 
     def inside(self, space: Space) -> Inside: ...
 
@@ -57,6 +61,7 @@ class Found(NamedTuple):
     products: int
     converged: Tensor  # (B,) bool
     scale: Tensor  # (B,)
+    curvature: Tensor  # (B,)
 
 
 class Space:
@@ -136,25 +141,25 @@ class Space:
         """Orthonormal rows for rows beside the space."""
         eps = torch.finfo(block.dtype).eps
         # Of an invariant space nothing is left but rounding: go on somewhere else.
-        block = self._unit(block, _ROUNDINGS * eps * self.reach, 0)
-        # Where little was left, rounding is now a large part of it. In a small space that may
-        # happen again.
-        for attempt in range(2 if block.shape[-1] <= _SMALL else 1):
-            block = self._unit(self.beside(block), eps**0.5, 1 + attempt)
-        return block
+        block = self._replaced(block, long_norm(block) <= _ROUNDINGS * eps * self.reach, 0)
+        block = self._unit(self.beside(block))
+        if block.shape[-1] > _SMALL:
+            return block
+        # In a small space what is left may be rounding even then.
+        left = self.beside(block)
+        return self._unit(self.beside(self._replaced(left, long_norm(left) <= eps**0.5, 1)))
 
-    def _unit(self, block: Tensor, least: Tensor | float, attempt: int) -> Tensor:
-        """Rows of unit length, orthonormal; others in place of those that are too short."""
+    def _replaced(self, block: Tensor, gone: Tensor, attempt: int) -> Tensor:
+        """Other rows in place of those of a mask `(B, p)`."""
         n, p = block.shape[-1], block.shape[1]
-        length = long_norm(block)
-        gone = length <= least
-        unit = block / torch.where(gone, 1, length).unsqueeze(-1)
         # Pieces of one long row: there is no end of them, and they take no time to make.
         row = fixed_rows(n + _SPARES, block.dtype, block.device)[0]
         at = (self.width + 97 * attempt) % (_SPARES - p + 1)
-        spare = row[at : at + n + p - 1].unfold(0, n, 1) / n**0.5
-        block = torch.where(gone.unsqueeze(-1), spare, unit)
-        return block if p == 1 else torch.linalg.qr(block.mT).Q.mT
+        return torch.where(gone.unsqueeze(-1), row[at : at + n + p - 1].unfold(0, n, 1), block)
+
+    def _unit(self, block: Tensor) -> Tensor:
+        block = block / _safe(long_norm(block)).unsqueeze(-1)
+        return block if block.shape[1] == 1 else torch.linalg.qr(block.mT).Q.mT
 
 
 def search(
@@ -182,22 +187,40 @@ def search(
     rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
-    restarts, curvature = 0, task.curvature(product)
+    restarts, refreshed, curvature = 0, 0, task.curvature(product)
     while True:
         if space.full or space.width >= look:
             inside = task.inside(space)
             rows, images = inside.rows.bmm(space.rows), inside.rows.bmm(space.images)
             rest = task.residual(inside.values, rows, images)
-            residual = long_norm(rest).amax(-1) / _safe(inside.scale)
-            done = residual <= tolerance
+            lengths = long_norm(rest) / _safe(inside.scale).unsqueeze(-1)
+            wanted = task.width - task.guards
+            residual = lengths[:, :wanted].amax(-1)
+            done = (residual <= tolerance) & _behind(inside, space, lengths, wanted, tolerance)
             history.append(residual)
             everything = space.width == rows.shape[-1]
             spent = everything or space.products >= limit
-            if spent or agreed(done | _hopeless(history, tolerance)):
+            stuck = _stuck(history, tolerance)
+            if spent or agreed(done | (stuck & (refreshed > 1)) | ~torch.isfinite(residual)):
                 return Found(
-                    inside.values, rows, residual, inside.gap, space.products, done, inside.scale
+                    inside.values[:, :wanted],
+                    rows[:, :wanted],
+                    residual,
+                    inside.gap,
+                    space.products,
+                    done,
+                    inside.scale,
+                    inside.curvature,
                 )
             look = space.width + max(1, min(space.width // 4, _LONGEST))
+            if agreed(done | stuck):
+                # Rounding in old images may be all that is left of the residual.
+                space.keep(inside.kept)
+                space.refresh()
+                history.clear()
+                refreshed += 1
+                look = space.width
+                continue
             if space.full:
                 space.keep(inside.kept)
                 restarts += 1
@@ -224,13 +247,27 @@ def search(
         rest = space.grow(rest)
 
 
-def _hopeless(history: list[Tensor], tolerance: float) -> Tensor:
-    """Where rounding keeps a residual near its tolerance from falling, or there are no numbers."""
+def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, tolerance: float) -> Tensor:
+    """Whether what guards has turned out to lie behind the rows that are wanted, `(B,)`.
+
+    A guard starts without structure. After j products the chance that it is further from the
+    largest eigenvalue it could find than the part ε of the whole spectrum is at most
+    `1.648·√n·exp(−√ε(2j − 1))` (Kuczyński and Woźniakowski, 1992).
+    """
+    guard = inside.values[:, wanted:]
+    part = (inside.values[:, wanted - 1 : wanted] - guard) / _safe(inside.span).unsqueeze(-1)
+    steps = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE) / (2 * space.products - 1)
+    behind = part >= steps**2
+    return (behind | (lengths[:, wanted:] <= tolerance)).all(-1)
+
+
+def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
+    """Where a residual near its tolerance does not fall any more, `(B,)`."""
     now = history[-1]
     if len(history) < 2 * _PATIENCE:
-        return ~torch.isfinite(now)
+        return torch.zeros_like(now, dtype=torch.bool)
     before, lately = torch.stack(history[-2 * _PATIENCE :]).reshape(2, _PATIENCE, -1).amin(1)
-    return ((now <= _NEAR * tolerance) & (lately >= 0.8 * before)) | ~torch.isfinite(now)
+    return (now <= _NEAR * tolerance) & (lately >= 0.8 * before)
 
 
 def _safe(x: Tensor) -> Tensor:
@@ -245,6 +282,8 @@ _SMALL = 1000
 _SPARES = 512
 # Vectors before the first look, and at most between two.
 _FIRST, _LONGEST = 6, 16
+# Of a guard that has overlooked something, a bound.
+_CHANCE = 1e-3
 # Restarts after which images are made anew.
 _REFRESH = 10
 # Restarts after which the space grows by a Newton step instead of a residual, the products
@@ -252,4 +291,4 @@ _REFRESH = 10
 # vectors is slow to tell close eigenvalues apart, and conjugate residuals forget nothing.
 _CORRECT_FROM, _CORRECT_TO, _CORRECT_BY = 4, 400, 0.01
 # Looks without progress, near the tolerance, after which there will be none.
-_PATIENCE, _NEAR = 10, 1e3
+_PATIENCE, _NEAR = 6, 1e3

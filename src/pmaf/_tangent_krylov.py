@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, long_norm
+from pmaf._linalg import dot, inner, long_norm, power_of_two
 
 Product = Callable[[Tensor], Tensor]
 
@@ -18,8 +18,8 @@ class Solved(NamedTuple):
 
     rows: Tensor  # (B, p, n)
     residual: Tensor  # (B,), relative to the right-hand sides
-    products: int
     converged: Tensor  # (B,) bool
+    products: int
 
 
 def conjugate_residuals(
@@ -46,18 +46,12 @@ def conjugate_residuals(
         scale: `(B,)`, of the matrix: what cancels is measured against it.
         tolerance: on the residual relative to `right`, where rounding is not asked for.
     """
-    clear = _clear_of(y)
-    column = shift.unsqueeze(-1)
-
-    def system(x: Tensor) -> Tensor:
-        return clear(column * x - product(x))
-
+    system, right, back, largest = _scaled(product, shift, y, right, scale)
     eps = torch.finfo(right.dtype).eps
     size = long_norm(right)
-    right = clear(clear(right))
+    right = system.clear(system.clear(right))
     z, rest = torch.zeros_like(right), right
     image = system(rest)
-    largest = shift.abs() + scale.unsqueeze(-1)
     direction, ahead = rest, image
     slope = dot(rest, image)
     products = 1
@@ -80,11 +74,9 @@ def conjugate_residuals(
         ratio = torch.where(moving, following / _safe(slope), 0).unsqueeze(-1)
         direction, ahead = rest + ratio * direction, image + ratio * ahead
         slope = following
-    z = clear(z)
+    z = system.clear(z)
     left = long_norm(right - system(z))
-    floor = size + largest * long_norm(z)
-    converged = (left <= _LOOSE * eps * floor).all(-1)
-    return Solved(z, (left / _safe(size)).amax(-1), products + 1, converged)
+    return Solved(z * back, *_judged(left, size, largest, z), products + 1)
 
 
 def gmres(
@@ -108,18 +100,13 @@ def gmres(
         scale: `(B,)`, of the matrix.
         depth: steps between restarts.
     """
-    clear = _clear_of(y)
-    column = shift.unsqueeze(-1)
-
-    def system(x: Tensor) -> Tensor:
-        return clear(column * x - product(x))
-
+    system, right, back, largest = _scaled(product, shift, y, right, scale)
     B, _, n = right.shape
     depth = min(depth, n)
     eps = torch.finfo(right.dtype).eps
     size = long_norm(right)
-    right = clear(clear(right))
-    w, rest, largest = torch.zeros_like(right), right, shift.abs() + scale.unsqueeze(-1)
+    right = system.clear(system.clear(right))
+    w, rest = torch.zeros_like(right), right
     products = 0
     Q = right.new_empty(B, depth + 1, n)
     previous = size
@@ -129,8 +116,7 @@ def gmres(
         done = left <= _ROUNDINGS * eps * floor
         stuck = (left >= 0.5 * previous) & (left <= _LOOSE * eps * floor) & (products > 0)
         if products >= limit or agreed((done | stuck).all(-1)):
-            converged = (left <= _LOOSE * eps * floor).all(-1)
-            return Solved(clear(w), (left / _safe(size)).amax(-1), products, converged)
+            return Solved(system.clear(w) * back, *_judged(left, size, largest, w), products)
         H = right.new_zeros(B, depth + 1, depth)
         Q[:, :1] = rest / _safe(left).unsqueeze(-1)
         look, used, s = _FIRST, depth, H.mT
@@ -138,14 +124,17 @@ def gmres(
             image = system(Q[:, j : j + 1])
             products += 1
             basis = Q[:, : j + 1]
-            h = torch.bmm(image, basis.mT)
+            h = inner(image, basis)
             image = torch.baddbmm(image, h, basis, alpha=-1)
-            g = torch.bmm(image, basis.mT)
+            g = inner(image, basis)
             image = torch.baddbmm(image, g, basis, alpha=-1)
             length = long_norm(image)
             H[:, : j + 1, j] = (h + g).squeeze(1)
+            # Of an invariant space nothing is left but rounding, which is no direction.
+            length = torch.where(length <= _ROUNDINGS * eps * largest, 0, length)
             H[:, j + 1, j] = length.squeeze(-1)
-            Q[:, j + 1 : j + 2] = image / _safe(length).unsqueeze(-1)
+            unit = image / _safe(length).unsqueeze(-1)
+            Q[:, j + 1 : j + 2] = torch.where((length > 0).unsqueeze(-1), unit, 0)
             if j + 1 < min(look, depth):
                 continue
             s, rough = _least_squares(H[:, : j + 2, : j + 1], left)
@@ -156,6 +145,47 @@ def gmres(
         previous = left
         rest = right - system(w)
         products += 1
+
+
+class _System:
+    """`(shift·I − A)/unit` on the complement of `y`."""
+
+    def __init__(self, product: Product, column: Tensor, unit: Tensor, y: Tensor) -> None:
+        self.product, self.column, self.unit, self.y = product, column, unit, y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self.clear(x)
+        return self.clear(self.column * x - self.product(x) / self.unit)
+
+    def clear(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(x, inner(x, self.y), self.y, alpha=-1)
+
+
+def _scaled(
+    product: Product, shift: Tensor, y: Tensor, right: Tensor, scale: Tensor
+) -> tuple[_System, Tensor, Tensor, Tensor]:
+    """The system in units in which nothing that is squared leaves the range of the dtype.
+
+    Returns it, its right-hand side, what brings a solution back, and the size of the matrix.
+    """
+    unit = power_of_two(scale)[:, None, None]
+    short = power_of_two(right.abs().amax(-1, keepdim=True))
+    column = shift.unsqueeze(-1) / unit
+    largest = column.squeeze(-1).abs() + (scale / unit[:, 0, 0]).unsqueeze(-1)
+    return _System(product, column, unit, y), right / short, short / unit, largest
+
+
+def _judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Residuals relative to the right-hand sides, and whether the solutions are good for use.
+
+    Rounding in the matrix is magnified by the length of the solution; what is left of its
+    digits has to be worth something.
+    """
+    eps = torch.finfo(z.dtype).eps
+    magnified = largest * long_norm(z)
+    solved = left <= _LOOSE * eps * (size + magnified)
+    known = left + eps * magnified <= _WORTH * size
+    return (left / _safe(size)).amax(-1), (solved & known).all(-1)
 
 
 def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,20 +201,13 @@ def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.solve_triangular(r, top, upper=True), known[:, j, 0].abs()
 
 
-def _clear_of(y: Tensor) -> Product:
-    """What remains of rows beside those of `y`."""
-
-    def clear(x: Tensor) -> Tensor:
-        return torch.baddbmm(x, torch.bmm(x, y.mT), y, alpha=-1)
-
-    return clear
-
-
 def _safe(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1, x)
 
 
 # In roundings: where a solve ends, and what still counts as solved.
 _ROUNDINGS, _LOOSE = 4.0, 1e3
+# A relative error above this is no solution.
+_WORTH = 0.01
 # Steps before the first look at the residual.
 _FIRST = 6

@@ -293,7 +293,7 @@ class PrincipalEigenvectors:
             dots, second = (rows @ both).unbind(-1)
             tolerance = tolerance * self.n**0.5
         else:
-            reference = self.reference.to(rows)
+            reference = whole(self.reference).to(rows)
             if self._is_block(reference):
                 reference = reference.mT
                 reference = reference.flip(-2) if self.flipped else reference

@@ -201,7 +201,7 @@ class SphereLeastSquares:
         assert isinstance(solver, Krylov)
         init = None if init is None else whole(init.detach())
         outcome, backward = attach_less_operator(A, b, solver, init, throw)
-        value = outcome.value if self.radius == 1 else self.radius * outcome.value
+        value = self.radius * outcome.value  # not what the backward pass keeps, which is read-only
         return joined(Solution(value.to(dtype), *outcome[1:6], backward), A, b)
 
     def search(self, solver: Krylov, init: Tensor | None) -> Outcome:

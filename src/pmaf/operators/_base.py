@@ -62,7 +62,11 @@ class Operator(ABC):
         with torch.enable_grad():
             image = self.with_tensors(leaves).matvec(right)
             if not image.requires_grad:
-                return [None for _ in needs]
+                raise RuntimeError(
+                    f"autograd sees no way from the products of {type(self).__name__} to its "
+                    "tensors, whose gradients are wanted; multiply by operations it can follow, or "
+                    "implement pullback"
+                )
             found = iter(torch.autograd.grad(image, wanted, left, allow_unused=True))
         return [next(found) if need else None for need in needs]
 
@@ -83,8 +87,16 @@ class Operator(ABC):
 
         return Sum(self, as_operator(other))
 
+    __radd__ = __add__
+
     def __sub__(self, other: Any) -> Operator:
         return self + -1 * as_operator(other)
+
+    def __rsub__(self, other: Any) -> Operator:
+        return -1 * self + other
+
+    def __truediv__(self, factor: float) -> Operator:
+        return self * (1 / factor)
 
     def __neg__(self) -> Operator:
         return -1 * self
@@ -99,6 +111,18 @@ class Operator(ABC):
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.shape))
         return f"{type(self).__name__}({shape})"
+
+
+def number(name: str, x: Any) -> float:
+    """A number; a tensor with a gradient would lose it without a word."""
+    if isinstance(x, Tensor) and x.requires_grad:
+        raise TypeError(
+            f"{name} is a number here, and a tensor that requires a gradient would get none; "
+            "multiply the tensors that the operator is made of instead"
+        )
+    if isinstance(x, bool) or not isinstance(x, (int, float, Tensor)):
+        raise TypeError(f"{name} must be a number; got {type(x).__name__}")
+    return float(x)
 
 
 def known_by_products(A: Any) -> bool:

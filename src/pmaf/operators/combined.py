@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_alike, require_broadcast
-from pmaf.operators._base import Operator
+from pmaf.operators._base import Operator, number
 
 
 class Sum(Operator):
     """`A + B + …`."""
 
     def __init__(self, *parts: Operator) -> None:
+        if not parts:
+            raise ValueError("a sum has at least one part; got none")
         first, *others = parts
         for part in others:
             if part.shape[-2:] != first.shape[-2:]:
@@ -74,7 +76,7 @@ class Scaled(Operator):
     """A number times an operator."""
 
     def __init__(self, part: Operator, factor: float) -> None:
-        self.part, self.factor = part, float(factor)
+        self.part, self.factor = part, number("the factor of an operator", factor)
         self.symmetric = part.symmetric
 
     @property

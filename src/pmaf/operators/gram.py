@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.operators._base import Operator, as_operator
+from pmaf.operators._base import Operator, as_operator, number
 
 
 class Gram(Operator):
@@ -30,7 +30,7 @@ class Gram(Operator):
     symmetric = True
 
     def __init__(self, X: Any, scale: float = 1.0) -> None:
-        self.X, self.scale = as_operator(X), float(scale)
+        self.X, self.scale = as_operator(X), number("scale", scale)
 
     @property
     def shape(self) -> torch.Size:

@@ -21,8 +21,8 @@ class FromMatvec(Operator):
             is a constant.
         rmatvec: the same for the transpose. Unless given, the transpose comes from autograd,
             one vector–Jacobian product of `matvec` in `u`.
-        dtype: of the vectors; that of the first of `params`, or torch's default.
-        device: where they live; that of the first of `params`, or the CPU.
+        dtype: of the vectors; that of the first of `params` with one, or torch's default.
+        device: where they live; that of the same, or the CPU.
 
     >>> import torch, pmaf
     >>> weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
@@ -40,7 +40,7 @@ class FromMatvec(Operator):
         rmatvec: Callable[..., Tensor] | None = None,
         *,
         dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if len(shape) < 2 or min(shape[-2:]) < 1:
             raise ValueError(f"shape must be (*, m, n), with m and n at least 1; got {shape}")
@@ -48,8 +48,9 @@ class FromMatvec(Operator):
             raise TypeError("params must be a sequence of tensors; got one tensor, pass [tensor]")
         self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
         self.params = tuple(params)
-        first = self.params[0] if self.params else torch.empty(0)
-        self._dtype, self._device = dtype or first.dtype, device or first.device
+        floating = [x for x in self.params if x.is_floating_point()]
+        first = (floating or [torch.empty(0)])[0]
+        self._dtype, self._device = dtype or first.dtype, torch.device(device or first.device)
 
     @property
     def shape(self) -> torch.Size:
@@ -68,7 +69,9 @@ class FromMatvec(Operator):
         return self._device
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FromMatvec:
-        dtype = tensors[0].dtype if tensors else self._dtype
+        same = all(x.dtype == y.dtype for x, y in zip(tensors, self.params))
+        # What was given holds, until the params become something else.
+        dtype = self._dtype if same else None
         return FromMatvec(
             self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
         )

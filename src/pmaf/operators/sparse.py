@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Sparse(Operator):
         self._shape = A.shape
         self._values = A.values()
         self._pattern = _Pattern.of(A)
+        self._known: dict[str, Any] = {}
 
     @property
     def shape(self) -> torch.Size:
@@ -60,16 +62,13 @@ class Sparse(Operator):
             raise TypeError(f"the values of a sparse matrix must be a plain tensor, not {values!r}")
         other = object.__new__(Sparse)
         other._shape, other._pattern, other._values = self._shape, self._pattern, values
+        other._known = {}
         return other
 
     def matvec(self, rows: Tensor) -> Tensor:
         return self._times(self._matrix, rows, self.shape[-2])
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        if not self._pattern.transposes:
-            # A single product, to see whether a matrix is symmetric, is not worth sorting for.
-            self._pattern.transposes = True
-            return self._scattered(rows)
         return self._times(self._transposed, rows, self.shape[-1])
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -78,18 +77,28 @@ class Sparse(Operator):
         i, j = self._pattern.rows, self._pattern.columns
         total = None
         for x, y in zip(self._flat(left), self._flat(right)):
-            term = x[i].mul_(y[j])
+            term = x.index_select(0, i).mul_(y.index_select(0, j))
             total = term if total is None else total.add_(term)
         assert total is not None
         return [total.reshape(self._values.shape)]
 
-    @cached_property
+    @property
     def _matrix(self) -> Tensor:
-        return self._pattern.matrix(self._values.detach())
+        return self._remembered("matrix", lambda: self._pattern)
 
-    @cached_property
+    @property
     def _transposed(self) -> Tensor:
-        return self._pattern.transposed.matrix(self._values.detach())
+        return self._remembered("transposed", lambda: self._pattern.transposed)
+
+    def _remembered(self, name: str, pattern: Callable[[], _Pattern]) -> Tensor:
+        """The values in a pattern, until they are written to."""
+        version = 0 if self._values.is_inference() else self._values._version
+        if self._known.get(name, (None,))[0] != version:
+            self._known[name] = version, pattern().matrix(self._values.detach())
+        return self._known[name][1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": {}}
 
     def _times(self, matrix: Tensor, rows: Tensor, width: int) -> Tensor:
         flat = self._flat(rows)
@@ -98,21 +107,15 @@ class Sparse(Operator):
         return self._unflat(image, rows, width)
 
     def _unflat(self, image: Tensor, rows: Tensor, width: int) -> Tensor:
-        if self.batch_shape:
+        if self.batch_shape.numel() > 1:
             image = image.reshape(len(image), *self.batch_shape, width).movedim(0, -2)
         return image.reshape(*rows.shape[:-1], width)
 
-    def _scattered(self, rows: Tensor) -> Tensor:
-        flat, pattern = self._flat(rows), self._pattern
-        image = flat.new_zeros(len(flat), pattern.width)
-        values = self._values.detach().reshape(-1)
-        for x, total in zip(flat, image):
-            total.index_add_(0, pattern.columns, x[pattern.rows].mul_(values))
-        return self._unflat(image, rows, self.shape[-1])
-
     def _flat(self, rows: Tensor) -> Tensor:
         """Rows `(*, p, n)` as `(p, B·n)`, what a block-diagonal matrix takes."""
-        if self.batch_shape:
+        if self.batch_shape.numel() > 1:
+            if rows.shape[:-2] != self.batch_shape:
+                raise ValueError(f"{self!r} does not broadcast to the batch {rows.shape[:-2]}")
             return rows.movedim(-2, 0).reshape(rows.shape[-2], -1)
         return rows.reshape(-1, rows.shape[-1])
 
@@ -125,7 +128,6 @@ class _Pattern:
     ) -> None:
         self.starts, self.columns, self.width = starts, columns, width
         self.order = order  # of the values, None if as stored
-        self.transposes = False  # whether products with the transpose have been asked for
 
     @staticmethod
     def of(A: Tensor) -> _Pattern:
