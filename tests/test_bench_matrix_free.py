@@ -21,6 +21,7 @@ def test_everybody_is_asked_the_same_and_answers(family):
     assert ours["forward"] > 0
     assert ours["backward"] > 0
     assert ours["products"] > 1
+    assert 1 < ours["products warm"] <= ours["products"]
     assert ours["residual"] < 1e-5
     others = {name: found[name] for name in experiment.others if name in found}
     assert others
@@ -55,7 +56,8 @@ def test_factors_stand_out_of_the_noise():
 
 
 def _row(family, size, ours, other, residual=1e-7, name="eigsh"):
-    mine = {"forward": ours, "backward": 2 * ours, "products": 9, "products backward": 8}
+    mine = {"forward": ours, "backward": 2 * ours}
+    mine |= {"products": 9, "products warm": 4, "products backward": 8}
     values = {
         "ours": {**mine, "residual": 1e-7},
         name: {"forward": other, "residual": residual},
@@ -94,6 +96,7 @@ def test_what_could_not_take_part_is_noted():
     section = Graphs().present([dataclasses.replace(row, values=values)])
     assert section.notes == ["lobpcg: RuntimeError: no."]
     ((_, line),) = section.tables[0].frame.iterrows()
+    assert [line["ours", part] for part in ("products", "warm", "backward")] == [9, 4, 8]
     assert line["forward ÷ ours", "eigsh"] == "2.00"
     assert line["forward ÷ ours", "lobpcg"] is None
 
