@@ -79,84 +79,95 @@ class Minimum:
         return torch.bmm(space.rows, row.mT).squeeze(-1)
 
 
-def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -> Outcome:
-    """The minimiser on the unit sphere; `b` is `(*, m)`, spread like the rows of `A`, if so."""
-    n, B, batch = rows.A.shape[-1], rows.entries, b.shape[:-1]
-    g = rows.pulled(b)
-    if not torch.isfinite(g).all():
-        require_finite(b=(_spread.local(b), 1))
-    eps, tolerance = torch.finfo(g.dtype).eps, solver.tolerance_of(g.dtype)
-    random = (fixed_rows(n, g.dtype, g.device)[1] / n**0.5).expand(B, 1, n)
-    image = rows.gram(random)
-    # In these units neither AᵀA nor Aᵀb is too large or too small to be squared.
-    unit = rows.unit(torch.cat([image, g], -2))[:, None, None]
-    low, high = square_range(g.dtype)
-    if rows.agreed((unit > low) & (unit < high)):
-        unit = torch.ones_like(unit)
-    g = g / unit
+class _Searches:
+    """The searches of one problem, in units in which nothing that is squared leaves the range."""
 
-    def gram(x: Tensor) -> Tensor:
-        return rows.gram(x) / unit
+    def __init__(self, rows: Rows, b: Tensor, solver: Krylov) -> None:
+        self.rows, self.solver, self.products = rows, solver, 1
+        self.n, B = rows.A.shape[-1], rows.entries
+        g = rows.pulled(b)
+        if not torch.isfinite(g).all():
+            require_finite(b=(_spread.local(b), 1))
+        self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
+        image = rows.gram(self.random)
+        unit = rows.unit(torch.cat([image, g], -2))[:, None, None]
+        low, high = square_range(g.dtype)
+        if rows.agreed((unit > low) & (unit < high)):
+            unit = torch.ones_like(unit)
+        self.unit, self.g = unit, g / unit
+        # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
+        size = long_norm(image / unit).squeeze(-1).sqrt() * _norm(b, B) / unit[:, 0, 0].sqrt()
+        self.noise = 8 * torch.finfo(g.dtype).eps * size
+        self.tolerance = solver.tolerance_of(g.dtype)
 
-    def negative(x: Tensor) -> Tensor:
-        return -gram(x)
+    def gram(self, x: Tensor) -> Tensor:
+        return self.rows.gram(x) / self.unit
 
-    products = 1
+    def negative(self, x: Tensor) -> Tensor:
+        return -self.gram(x)
 
-    def look(product: Product, start: Tensor, task: Task, tolerance: float) -> Found:
-        nonlocal products
+    def search(self, product: Product, start: Tensor, task: Task, tolerance: float) -> Found:
         found = search(
             product,
             start,
             task,
-            size=solver.size(n),
+            size=self.solver.size(self.n),
             tolerance=tolerance,
-            limit=max(1, solver.max_products - products),
+            limit=max(1, self.solver.max_products - self.products),
             symmetric=True,
-            agreed=rows.agreed,
+            agreed=self.rows.agreed,
         )
-        products += found.products
+        self.products += found.products
         return found
 
+    def bottom(self, found: Found) -> Found:
+        """The smallest eigenvalue of `AᵀA`, negated, as far as its place beside `−μ` asks for."""
+        eps = torch.finfo(self.g.dtype).eps
+        bottom = self.search(self.negative, self.random, Largest(1), eps**0.5)
+        gap = (found.values - bottom.values).squeeze(-1)
+        if self.n == 1 or self.rows.agreed(gap > 2 * bottom.residual * bottom.scale):
+            return bottom
+        start = torch.cat([bottom.rows, self.random], -2)
+        return self.search(self.negative, start, Largest(1, guards=1), self.tolerance)
+
+
+def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -> Outcome:
+    """The minimiser on the unit sphere; `b` is `(*, m)`, spread like the rows of `A`, if so."""
+    posed = _Searches(rows, b, solver)
+    g, n, tolerance = posed.g, posed.n, posed.tolerance
+    batch, eps = b.shape[:-1], torch.finfo(g.dtype).eps
     if init is not None:
         require_finite(init=(init, 1))
-    reference = torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(B, 1, n)
-    # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
-    size = long_norm(image / unit).squeeze(-1).sqrt() * _norm(b, B) / unit[:, 0, 0].sqrt()
-    task = Minimum(g, 8 * eps * size, reference)
-    start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, random)
+    reference = torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(g.shape)
+    task = Minimum(g, posed.noise, reference)
+    start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, posed.random)
     if init is not None:
-        start = torch.cat([reference + eps * random, start], -2)
-    found = look(gram, start, task, tolerance)
+        start = torch.cat([reference + eps * posed.random, start], -2)
+    found = posed.search(posed.gram, start, task, tolerance)
     gap, proved = found.values.squeeze(-1), found.converged
     if not rows.agreed(gap >= 0):
-        # To tell on which side of the multiplier it lies, the smallest eigenvalue need not be
-        # known any better than that.
-        bottom = look(negative, random, Largest(1), eps**0.5)
+        bottom = posed.bottom(found)
         gap = (found.values - bottom.values).squeeze(-1)
-        if not rows.agreed(gap > 2 * bottom.residual * bottom.scale):
-            start = torch.cat([bottom.rows, random], -2) if n > 1 else bottom.rows
-            bottom = look(negative, start, Largest(1, guards=min(1, n - 1)), tolerance)
-            gap = (found.values - bottom.values).squeeze(-1)
         missed = gap < -tolerance * found.scale
         if not rows.agreed(~missed):
             start = torch.cat([found.rows, bottom.rows], -2)
-            again = look(gram, start, task, tolerance)
+            again = posed.search(posed.gram, start, task, tolerance)
             found = _chosen(missed, again, found)
             gap = (found.values - bottom.values).squeeze(-1)
-        proved = found.converged & (bottom.converged | (found.values.squeeze(-1) >= 0))
+        multiplier = found.values.squeeze(-1)
+        proved = found.converged & (bottom.converged | (multiplier >= 0))
         gap = torch.where(gap.abs() <= tolerance * found.scale, 0, gap)
         # Where that was not needed it is not used, or one entry would depend on another.
-        gap = torch.where(found.values.squeeze(-1) >= 0, found.values.squeeze(-1), gap)
-    scale = unit[:, 0, 0]
-    rows.scale = found.scale * scale
+        gap = torch.where(multiplier >= 0, multiplier, gap)
+    unit = posed.unit[:, 0, 0]
+    rows.scale = found.scale * unit
     rows.unique = found.curvature > 16 * eps * found.scale
     return Outcome(
         value=sphere.settle(found.rows).reshape(*batch, n),
-        multiplier=(found.values.squeeze(-1) * scale).reshape(batch),
+        multiplier=(found.values.squeeze(-1) * unit).reshape(batch),
         residual=found.residual.reshape(batch),
-        gap=(gap * scale).reshape(batch),
-        iterations=torch.full(batch, products, device=g.device),
+        gap=(gap * unit).reshape(batch),
+        iterations=torch.full(batch, posed.products, device=g.device),
         converged=proved.reshape(batch),
         basis=g.new_empty(*batch, 0, n),
         spread=g.new_empty(*batch, 0),

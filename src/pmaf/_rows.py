@@ -28,8 +28,8 @@ class Rows:
         self.A, self.entries = A, batch.numel()
         self.mesh = _spread.mesh_of(*A.tensors)
         # What a search has seen of the matrix, for the backward pass.
-        self.scale = torch.zeros(self.entries)
-        self.unique = torch.ones(self.entries, dtype=torch.bool)
+        self.scale = torch.zeros(self.entries, device=A.device)
+        self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.lower(self.A.matvec(self.lift(rows)), rows)

@@ -196,12 +196,19 @@ def search(
             lengths = long_norm(rest) / _safe(inside.scale).unsqueeze(-1)
             wanted = task.width - task.guards
             residual = lengths[:, :wanted].amax(-1)
-            done = (residual <= tolerance) & _behind(inside, space, lengths, wanted, tolerance)
+            done = residual <= tolerance
             history.append(residual)
             everything = space.width == rows.shape[-1]
             spent = everything or space.products >= limit
-            stuck = _stuck(history, tolerance)
-            if spent or agreed(done | (stuck & (refreshed > 1)) | ~torch.isfinite(residual)):
+            stuck = ~done & _stuck(history, tolerance)
+            hopeless = ~torch.isfinite(residual)
+            if refreshed:
+                # Rounding in the products themselves, then; the residual says how much.
+                close = residual <= _CLOSE * tolerance
+                done = done | (stuck & close)
+                hopeless = hopeless | (stuck & ~close & (refreshed > 1))
+            done = done & _behind(inside, space, lengths, wanted, tolerance)
+            if spent or agreed(done | hopeless):
                 return Found(
                     inside.values[:, :wanted],
                     rows[:, :wanted],
@@ -213,7 +220,7 @@ def search(
                     inside.curvature,
                 )
             look = space.width + max(1, min(space.width // 4, _LONGEST))
-            if agreed(done | stuck):
+            if refreshed < 2 and agreed(done | stuck):
                 # Rounding in old images may be all that is left of the residual.
                 space.keep(inside.kept)
                 space.refresh()
@@ -264,10 +271,13 @@ def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, toleranc
 def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
     """Where a residual near its tolerance does not fall any more, `(B,)`."""
     now = history[-1]
-    if len(history) < 2 * _PATIENCE:
-        return torch.zeros_like(now, dtype=torch.bool)
-    before, lately = torch.stack(history[-2 * _PATIENCE :]).reshape(2, _PATIENCE, -1).amin(1)
-    return (now <= _NEAR * tolerance) & (lately >= 0.8 * before)
+    stuck = torch.zeros_like(now, dtype=torch.bool)
+    if len(history) > 2:
+        stuck = (now <= _CLOSE * tolerance) & (now >= 0.5 * history[-3])
+    if len(history) >= 2 * _PATIENCE:
+        before, lately = torch.stack(history[-2 * _PATIENCE :]).reshape(2, _PATIENCE, -1).amin(1)
+        stuck = stuck | ((now <= _NEAR * tolerance) & (lately >= 0.8 * before))
+    return stuck
 
 
 def _safe(x: Tensor) -> Tensor:
@@ -290,5 +300,6 @@ _REFRESH = 10
 # that one may take, and how far they have to bring the residual down: a space of a few dozen
 # vectors is slow to tell close eigenvalues apart, and conjugate residuals forget nothing.
 _CORRECT_FROM, _CORRECT_TO, _CORRECT_BY = 4, 400, 0.01
-# Looks without progress, near the tolerance, after which there will be none.
-_PATIENCE, _NEAR = 6, 1e3
+# Looks without progress, near the tolerance, after which there will be none; and how close to
+# it rounding may be all that is left.
+_PATIENCE, _NEAR, _CLOSE = 6, 1e3, 10
