@@ -16,3 +16,4 @@ def one_thread_per_worker():
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)  # whatever a snippet of the docs has set
