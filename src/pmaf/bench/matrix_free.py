@@ -327,7 +327,7 @@ class PrincipalComponents(ByProducts):
     title = "IED of XᵀX without forming it"
     about = (
         "The first principal direction of m×n data in float32, ten factors and noise: "
-        "`ied(Gram(X))`, and centred `ied(Gram(X − 1·mean))`. The others run forward only; "
+        "ied(Gram(X)), and the same of centred data. The others run forward only; "
         "TruncatedSVD does not centre, PCA does."
     )
     reduced = "up to four million numbers."
