@@ -23,8 +23,8 @@ class Gram(Operator):
 
     >>> import torch, pmaf
     >>> X = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-    >>> pmaf.ied(pmaf.operators.Gram(X)).values
-    tensor(9.0000)
+    >>> pmaf.ied(pmaf.operators.Gram(X)).values.round(decimals=4)
+    tensor(9.)
     """
 
     symmetric = True
