@@ -24,7 +24,9 @@ from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
 F64 = torch.float64
 
 
-def on_ranks(world: int, work: Callable[[DeviceMesh], Any], timeout: float = 120) -> list[Any]:
+def on_ranks(
+    world: int, work: Callable[[DeviceMesh], Any], timeout: float | None = None
+) -> list[Any]:
     """What `work(mesh)` returns on every rank, in their order; None from those that died."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run, (world, folder, work, timeout), nprocs=world)
@@ -33,7 +35,7 @@ def on_ranks(world: int, work: Callable[[DeviceMesh], Any], timeout: float = 120
 
 
 def _run(
-    rank: int, world: int, folder: str, work: Callable[[DeviceMesh], Any], timeout: float
+    rank: int, world: int, folder: str, work: Callable[[DeviceMesh], Any], timeout: float | None
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -41,9 +43,14 @@ def _run(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(minutes=5),
     )
-    torch.save(work(init_device_mesh("cpu", (world,))), Path(folder) / f"{rank}.pt")
+    mesh = init_device_mesh("cpu", (world,))
+    if timeout is not None:  # of what comes, not of starting processes on a busy machine
+        group = dist.new_group(timeout=timedelta(seconds=timeout))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        dist.barrier()
+    torch.save(work(mesh), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
