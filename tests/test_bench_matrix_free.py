@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from pmaf.bench.matrix_free import Graphs, PrincipalComponents, factors, random_graph
+from pmaf.bench.graphs import Graphs, random_graph
+from pmaf.bench.pca import PrincipalComponents, factors
 from pmaf.experiments import Row
 
 CPU = torch.device("cpu")

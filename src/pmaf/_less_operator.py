@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pmaf import _spread, sphere
 from pmaf._ied_attach import full_precision
-from pmaf._ied_operator import Largest
-from pmaf._linalg import dot, long_norm, square_range
+from pmaf._ied_search import Largest
+from pmaf._linalg import long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
-from pmaf._solve import Backward, Certificate, announce
-from pmaf._space import Found, Inside, Product, Space, Task, search
-from pmaf._tangent_krylov import conjugate_residuals
+from pmaf._solve import Backward, announce
+from pmaf._space import Found, Inside, Space, Task, search
+from pmaf._tangent_krylov import Product, conjugate_residuals
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
 from pmaf.solvers import Krylov, Outcome, Secular
@@ -29,7 +29,7 @@ from pmaf.solvers._products import fixed_rows
 from pmaf.spectrum import Spectrum, merge_tolerance, merged
 
 if TYPE_CHECKING:
-    from pmaf.less import SphereLeastSquares
+    pass
 
 
 class Minimum:
@@ -72,7 +72,7 @@ class Minimum:
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images + values.unsqueeze(-1) * rows - self.g
 
-    def curvature(self, product: Product) -> Product:
+    def system(self, product: Product) -> Product:
         return lambda x: -product(x)
 
     def _seen(self, space: Space, row: Tensor) -> Tensor:
@@ -259,52 +259,6 @@ class _Less(torch.autograd.Function):
         left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)
         db = _spread.alike(along.reshape(b.shape), b) if needs[0] else None
         return [db, *rows.pull_back(left, right, needs[1:])]
-
-
-def certify_less_operator(problem: SphereLeastSquares, value: Tensor) -> Certificate:
-    """Checked by products; the smallest eigenvalue of `AᵀA` by a search of its own."""
-    A, batch, n = problem.A, problem.batch_shape, problem.n
-    assert isinstance(A, Operator)
-    if value.shape != (*batch, n):
-        raise ValueError(
-            f"a solution of this problem has shape {(*batch, n)}; got {tuple(value.shape)}"
-        )
-    A = spread_alike(A.with_tensors([x.detach() for x in A.tensors]), problem.b)
-    rows = Rows(A, batch)
-    y = _spread.whole(value.detach()).reshape(rows.entries, 1, n)
-    g = rows.pulled(problem.b.detach().expand(*batch, -1))
-    unit = rows.unit(torch.cat([rows.gram(y), g], -2))[:, None, None]
-    g = g / unit
-
-    def gram(x: Tensor) -> Tensor:
-        return rows.gram(x) / unit
-
-    force = g - gram(y)
-    length = long_norm(y)
-    multiplier = (dot(y, force) / length.square()).squeeze(-1)
-    along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
-    random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
-
-    def extreme(sign: float) -> Tensor:
-        return sign * search(
-            lambda x: sign * gram(x),
-            random,
-            Largest(1),
-            size=Krylov().size(n),
-            tolerance=torch.finfo(y.dtype).eps ** 0.75,
-            limit=Krylov().max_products,
-            symmetric=True,
-            agreed=rows.agreed,
-        ).values.squeeze(-1)
-
-    top = extreme(1.0)
-    top = torch.where(top > 0, top, 1)
-    found = Certificate(
-        feasibility=(length.squeeze(-1) / problem.radius - 1).abs(),
-        stationarity=along / (problem.radius * top + long_norm(g).squeeze(-1)),
-        optimality=(multiplier + extreme(-1.0)) / top,
-    )
-    return _spread.replace_tensors(found, lambda x: x.reshape(batch))
 
 
 _SECULAR = Secular()

@@ -41,6 +41,11 @@ def long_norm(x: Tensor) -> Tensor:
     return (x * x).sum(-1).sqrt()
 
 
+def safe(x: Tensor) -> Tensor:
+    """One where `x` is zero: what to divide by when the quotient is of no account there."""
+    return torch.where(x == 0, 1, x)
+
+
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """Inner products of rows, `(B, p, n)` and `(B, q, n)` to `(B, p, q)`.
 

@@ -15,11 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pmaf._linalg import inner, long_norm
-from pmaf._tangent_krylov import conjugate_residuals
+from pmaf._linalg import inner, long_norm, safe
+from pmaf._tangent_krylov import Product, conjugate_residuals
 from pmaf.solvers._products import fixed_rows
-
-Product = Callable[[Tensor], Tensor]
 
 
 class Inside(NamedTuple):
@@ -46,7 +44,7 @@ class Task(Protocol):
         """`(B, w, n)`, zero at a solution."""
         ...
 
-    def curvature(self, product: Product) -> Product | None:
+    def system(self, product: Product) -> Product | None:
         """`A` such that `value·I − A` is positive definite beside a solution, if any is."""
         ...
 
@@ -158,7 +156,7 @@ class Space:
         return torch.where(gone.unsqueeze(-1), row[at : at + n + p - 1].unfold(0, n, 1), block)
 
     def _unit(self, block: Tensor) -> Tensor:
-        block = block / _safe(long_norm(block)).unsqueeze(-1)
+        block = block / safe(long_norm(block)).unsqueeze(-1)
         return block if block.shape[1] == 1 else torch.linalg.qr(block.mT).Q.mT
 
 
@@ -187,13 +185,13 @@ def search(
     rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
-    restarts, refreshed, curvature = 0, 0, task.curvature(product)
+    restarts, refreshed, system = 0, 0, task.system(product)
     while True:
         if space.full or space.width >= look:
             inside = task.inside(space)
             rows, images = inside.rows.bmm(space.rows), inside.rows.bmm(space.images)
             rest = task.residual(inside.values, rows, images)
-            lengths = long_norm(rest) / _safe(inside.scale).unsqueeze(-1)
+            lengths = long_norm(rest) / safe(inside.scale).unsqueeze(-1)
             wanted = task.width - task.guards
             residual = lengths[:, :wanted].amax(-1)
             done = residual <= tolerance
@@ -233,9 +231,9 @@ def search(
                 restarts += 1
                 if restarts % _REFRESH == 0:
                     space.refresh()
-                if restarts >= _CORRECT_FROM and curvature is not None:
+                if restarts >= _CORRECT_FROM and system is not None:
                     step = conjugate_residuals(
-                        curvature,
+                        system,
                         inside.values,
                         rows,
                         rest,
@@ -247,7 +245,7 @@ def search(
                     space.products += step.products
                     length = long_norm(step.rows).unsqueeze(-1)
                     # Of a step the direction counts, however short it is.
-                    scaled = space.reach.unsqueeze(-1) * step.rows / _safe(length)
+                    scaled = space.reach.unsqueeze(-1) * step.rows / safe(length)
                     rest = torch.where(length > 0, scaled, rest)
                 look = space.width + max(1, (space.size - space.width) // 2)
             rest = space.beside(rest)
@@ -262,7 +260,7 @@ def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, toleranc
     `1.648·√n·exp(−√ε(2j − 1))` (Kuczyński and Woźniakowski, 1992).
     """
     guard = inside.values[:, wanted:]
-    part = (inside.values[:, wanted - 1 : wanted] - guard) / _safe(inside.span).unsqueeze(-1)
+    part = (inside.values[:, wanted - 1 : wanted] - guard) / safe(inside.span).unsqueeze(-1)
     steps = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE) / (2 * space.products - 1)
     behind = part >= steps**2
     return (behind | (lengths[:, wanted:] <= tolerance)).all(-1)
@@ -278,10 +276,6 @@ def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
         before, lately = torch.stack(history[-2 * _PATIENCE :]).reshape(2, _PATIENCE, -1).amin(1)
         stuck = stuck | ((now <= _NEAR * tolerance) & (lately >= 0.8 * before))
     return stuck
-
-
-def _safe(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1, x)
 
 
 # A remainder this many roundings long is rounding.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, inner, long_norm, power_of_two
+from pmaf._linalg import dot, inner, long_norm, power_of_two, safe
 
 Product = Callable[[Tensor], Tensor]
 
@@ -65,13 +65,13 @@ def conjugate_residuals(
             break
         square = dot(ahead, ahead)
         moving = ~(done | flat) & (square > 0)
-        step = torch.where(moving, slope / _safe(square), 0).unsqueeze(-1)
+        step = torch.where(moving, slope / safe(square), 0).unsqueeze(-1)
         z = z + step * direction
         rest = rest - step * ahead
         image = system(rest)
         products += 1
         following = dot(rest, image)
-        ratio = torch.where(moving, following / _safe(slope), 0).unsqueeze(-1)
+        ratio = torch.where(moving, following / safe(slope), 0).unsqueeze(-1)
         direction, ahead = rest + ratio * direction, image + ratio * ahead
         slope = following
     z = system.clear(z)
@@ -118,7 +118,7 @@ def gmres(
         if products >= limit or agreed((done | stuck).all(-1)):
             return Solved(system.clear(w) * back, *_judged(left, size, largest, w), products)
         H = right.new_zeros(B, depth + 1, depth)
-        Q[:, :1] = rest / _safe(left).unsqueeze(-1)
+        Q[:, :1] = rest / safe(left).unsqueeze(-1)
         look, used, s = _FIRST, depth, H.mT
         for j in range(depth):
             image = system(Q[:, j : j + 1])
@@ -133,7 +133,7 @@ def gmres(
             # Of an invariant space nothing is left but rounding, which is no direction.
             length = torch.where(length <= _ROUNDINGS * eps * largest, 0, length)
             H[:, j + 1, j] = length.squeeze(-1)
-            unit = image / _safe(length).unsqueeze(-1)
+            unit = image / safe(length).unsqueeze(-1)
             Q[:, j + 1 : j + 2] = torch.where((length > 0).unsqueeze(-1), unit, 0)
             if j + 1 < min(look, depth):
                 continue
@@ -185,7 +185,7 @@ def _judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Ten
     magnified = largest * long_norm(z)
     solved = left <= _LOOSE * eps * (size + magnified)
     known = left + eps * magnified <= _WORTH * size
-    return (left / _safe(size)).amax(-1), (solved & known).all(-1)
+    return (left / safe(size)).amax(-1), (solved & known).all(-1)
 
 
 def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,10 +199,6 @@ def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     r = torch.where(usable.unsqueeze(-1), r[:, :j], torch.eye(j, dtype=H.dtype, device=H.device))
     top = torch.where(usable.unsqueeze(-1), known[:, :j], 0)
     return torch.linalg.solve_triangular(r, top, upper=True), known[:, j, 0].abs()
-
-
-def _safe(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1, x)
 
 
 # In roundings: where a solve ends, and what still counts as solved.

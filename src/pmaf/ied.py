@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._certify_operator import certify_eigenvectors
 from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
 from pmaf._ied_attach import attach
 from pmaf._ied_lean import solve_lean, suits
-from pmaf._ied_operator import attach_operator, certify_operator, find_eigenvectors
+from pmaf._ied_operator import attach_operator
 from pmaf._ied_plain import attach_plain
+from pmaf._ied_search import find_eigenvectors
 from pmaf._linalg import norm
 from pmaf._rows import Rows, joined
 from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
@@ -153,7 +155,7 @@ class PrincipalEigenvectors:
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
         if isinstance(self.A, Operator):
-            return certify_operator(self, value)
+            return certify_eigenvectors(self, value)
         A = self.A.double()
         # All three measures are relative; in these units nothing over- or underflows.
         unit = A.abs().amax((-2, -1), keepdim=True)
@@ -229,12 +231,12 @@ class PrincipalEigenvectors:
             init = whole(init if self._is_block(init) else init.unsqueeze(-1))
         dtype = A.dtype
         if dtype in (torch.float16, torch.bfloat16):
-            A, init = A.with_tensors([x.float() for x in A.tensors]), None
+            A = A.with_tensors([x.float() for x in A.tensors])
+            init = None if init is None else init.float()
         # The smallest eigenvalues are the largest of −A, in the opposite order.
         A = A if self.largest else -A
         assert isinstance(solver, Krylov)
-        problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
-        outcome, backward = attach_operator(problem, solver, init, throw)
+        outcome, backward = attach_operator(A, self.width, self.symmetric, solver, init, throw)
         found = replace(_in(dtype, self.present(outcome)), backward=backward)
         return joined(found, A)
 
@@ -248,11 +250,12 @@ class PrincipalEigenvectors:
         throw: bool,
     ) -> Solution:
         """Every rank solves the part of the batch that it has."""
-        own = {x: 2 if x is not None and self._is_block(x) else 1 for x in (self.reference, init)}
-        parts = Parts(
-            self.batch_shape,
-            dict(A=(A, 2), reference=(self.reference, own[self.reference]), init=(init, own[init])),
-        )
+
+        def own(x: Tensor | None) -> tuple[Tensor | None, int]:
+            return x, 2 if x is not None and self._is_block(x) else 1
+
+        inputs = dict(A=(A, 2), reference=own(self.reference), init=own(init))
+        parts = Parts(self.batch_shape, inputs)
         mine = replace(self, A=parts.inputs["A"], reference=parts.inputs.get("reference"))
         start = parts.inputs.get("init")
         found = mine.run(solver, gradient, init=start, report=report, throw=throw)

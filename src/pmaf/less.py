@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, sphere
+from pmaf._certify_operator import certify_minimiser
 from pmaf._eager import plain
 from pmaf._forward import forward_less, forward_mode, require_forward
 from pmaf._less_attach import attach
-from pmaf._less_operator import attach_less_operator, certify_less_operator, find_minimiser
+from pmaf._less_operator import attach_less_operator, find_minimiser
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._rows import Rows, joined
 from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
@@ -114,7 +115,7 @@ class SphereLeastSquares:
     def certify(self, value: Tensor) -> Certificate:
         errors.require_vector("value", value, "n")
         if isinstance(self.A, Operator):
-            return certify_less_operator(self, value)
+            return certify_minimiser(self, value)
         if value.shape != (*self.batch_shape, self.n):
             raise ValueError(
                 f"a solution of this problem has shape {(*self.batch_shape, self.n)}; "

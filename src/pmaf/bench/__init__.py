@@ -3,9 +3,10 @@
 from pmaf.bench.crossover import EigenCrossover, LessCrossover
 from pmaf.bench.eigen import EigenRace, EigenvectorsRace
 from pmaf.bench.general import GeneralRace
+from pmaf.bench.graphs import Graphs
 from pmaf.bench.least_squares import LessRace
-from pmaf.bench.matrix_free import Graphs, PrincipalComponents
 from pmaf.bench.memory import MemoryRace
+from pmaf.bench.pca import PrincipalComponents
 from pmaf.experiments import Collection
 
 _LEAD = (
