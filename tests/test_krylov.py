@@ -9,7 +9,7 @@ from torch import nn
 
 import pmaf
 from pmaf.experiments.measure import peak_bytes
-from pmaf.operators import Diagonal, Gram, LowRank, Matrix, Sparse
+from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Sparse
 from pmaf.solvers import Auto, Krylov
 from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
 from tests.less_cases import DEGENERATE, REGULAR
@@ -121,6 +121,25 @@ def test_every_least_squares_family_reaches_the_dense_minimum(name):
     assert -1e-13 <= found.gap <= wanted.gap + 1e-12
     assert pmaf.certify(operator, found).holds(1e-12)
     assert pmaf.certify(dense, found).holds(1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_a_bottom_that_b_does_not_show(dtype):
+    """The hard case where the space is not the whole: Aᵀb and its images are zero along it."""
+    s = torch.cat([torch.tensor([0.5]), torch.linspace(1, 2, 599)]).to(dtype)
+    b = 0.5 * torch.nn.functional.normalize(randn(600).to(dtype), dim=0)
+    b[0] = 0
+    problem = pmaf.SphereLeastSquares(Diagonal(s), b)
+    solution = pmaf.solve(problem)
+    rest = s[1:] * b[1:] / (s[1:] ** 2 - 0.25)
+    eps = torch.finfo(dtype).eps
+    assert solution.converged
+    assert float(solution.multiplier) == pytest.approx(-0.25, rel=100 * eps)
+    assert float(solution.gap) == pytest.approx(0, abs=100 * eps)
+    torch.testing.assert_close(solution.value[1:], rest, rtol=0, atol=100 * eps)
+    assert float(solution.value[0].abs()) == pytest.approx(
+        float((1 - rest.double().square().sum()).sqrt()), rel=100 * eps
+    )
 
 
 @pytest.mark.parametrize("name", REGULAR)
@@ -370,13 +389,23 @@ class TestHonesty:
         assert float(solution.multiplier) == pytest.approx(2**0.5)
 
     def test_a_gradient_without_digits_says_so(self):
-        """The smallest singular value is 1e-3.5, and AᵀA knows its square to no digit."""
+        """AᵀA knows the square of the smallest singular value, 1e-3.5, to no digit."""
         left, right = (torch.linalg.qr(randn(n, 10, seed=n))[0] for n in (20, 10))
         A = (left * torch.logspace(-3.5, 0, 10, dtype=F64) @ right.T).float().requires_grad_()
         b = A.detach() @ (0.5 * torch.nn.functional.normalize(randn(10).float(), dim=0))
         u = pmaf.less(Matrix(A), b)
         with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
             (weights(u) * u).sum().backward()
+
+    def test_products_that_are_worth_less_than_the_tolerance_do_not_converge(self):
+        M = randn(600, 600, dtype=torch.float32) / 600**0.5
+        M = M + M.mT + 0.01
+        A = FromMatvec(lambda u: (u @ M).half().float(), (600, 600), rmatvec=lambda u: u @ M)
+        with pytest.warns(pmaf.ConvergenceWarning, match="what the products are worth"):
+            solution = pmaf.solve(pmaf.PrincipalEigenvectors(A))
+        assert not solution.converged
+        rough = pmaf.solve(pmaf.PrincipalEigenvectors(A), solver=Krylov(tolerance=1e-3))
+        assert rough.converged
 
     def test_ordinary_data_converge(self):
         for seed in range(6):
@@ -475,6 +504,8 @@ def test_short_floats_are_computed_in_float32(dtype):
     assert X.grad.dtype == dtype
     torch.testing.assert_close(X.grad, exact.grad.to(dtype))
     assert pmaf.less(Matrix(X), torch.ones(25, dtype=dtype)).dtype == dtype
+    warm = pmaf.ied(Gram(X), init=vectors.detach()).vectors
+    torch.testing.assert_close(warm, vectors.detach())
 
 
 def test_autocast_does_not_reach_the_products():

@@ -21,7 +21,7 @@ from pmaf._linalg import long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, announce
 from pmaf._space import Found, Inside, Space, Task, search
-from pmaf._tangent_krylov import Product, conjugate_residuals
+from pmaf._tangent_krylov import WORTH, Product, conjugate_residuals
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
 from pmaf.solvers import Krylov, Outcome, Secular
@@ -161,7 +161,8 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
         gap = torch.where(multiplier >= 0, multiplier, gap)
     unit = posed.unit[:, 0, 0]
     rows.scale = found.scale * unit
-    rows.unique = found.curvature > 16 * eps * found.scale
+    # Rounding in AᵀA moves the solution by this much at most; more than that is another one.
+    rows.unique = eps * found.scale <= WORTH * found.curvature
     return Outcome(
         value=sphere.settle(found.rows).reshape(*batch, n),
         multiplier=(found.values.squeeze(-1) * unit).reshape(batch),

@@ -184,7 +184,7 @@ def _judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Ten
     eps = torch.finfo(z.dtype).eps
     magnified = largest * long_norm(z)
     solved = left <= _LOOSE * eps * (size + magnified)
-    known = left + eps * magnified <= _WORTH * size
+    known = left + eps * magnified <= WORTH * size
     return (left / safe(size)).amax(-1), (solved & known).all(-1)
 
 
@@ -204,6 +204,6 @@ def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
 # In roundings: where a solve ends, and what still counts as solved.
 _ROUNDINGS, _LOOSE = 4.0, 1e3
 # A relative error above this is no solution.
-_WORTH = 0.01
+WORTH = 0.01
 # Steps before the first look at the residual.
 _FIRST = 6
