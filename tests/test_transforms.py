@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import pmaf
+from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
+from pmaf.solvers._base import encode
 from tests.transforms import COLUMNS, ROWS, Column, excused, page
 
 pytestmark = [
@@ -60,11 +62,11 @@ def test_a_gradient_nobody_asked_for_is_not_computed(monkeypatch):
 @pytest.mark.parametrize(
     ("operator", "arguments"),
     [
-        ("less", lambda A: (A[..., :2], A[..., 0], None, "Secular()", True, False)),
-        ("less", lambda A: (A[..., :2], A[..., 0], None, "ProjectedGradient()", True, False)),
-        ("ied", lambda A: (A, None, 2, True, "Dense()", True, False)),
-        ("ied", lambda A: (A.abs(), None, 1, False, "Dense()", True, False)),
-        ("ied", lambda A: (A, None, 1, True, "Lanczos()", False, False)),
+        ("less", lambda A: (A[..., :2], A[..., 0], None, Secular(), True, False)),
+        ("less", lambda A: (A[..., :2], A[..., 0], None, ProjectedGradient(), True, False)),
+        ("ied", lambda A: (A, None, 2, True, Dense(), True, False)),
+        ("ied", lambda A: (A.abs(), None, 1, False, Dense(), True, False)),
+        ("ied", lambda A: (A, None, 1, True, Lanczos(), False, False)),
         ("deflated_solve", lambda A: (A, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone())),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -72,7 +74,8 @@ def test_a_gradient_nobody_asked_for_is_not_computed(monkeypatch):
 def test_opcheck(operator, arguments):
     A = torch.randn(3, 4, 4, dtype=torch.float64)
     overload = getattr(torch.ops.pmaf, operator).default
-    torch.library.opcheck(overload, arguments(A + A.mT))
+    given = arguments(A + A.mT)
+    torch.library.opcheck(overload, tuple(encode(x) if isinstance(x, Solver) else x for x in given))
 
 
 class _Solutions(torch.utils.data.Dataset):

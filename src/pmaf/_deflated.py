@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pmaf._eager import plain
-from pmaf._linalg import dot, solve_factored
+from pmaf._linalg import dot, norm, safe, solve_factored
 from pmaf._neumann import neumann, rate_of
 from pmaf.solvers._loop import iterate
 from pmaf.solvers._products import SymmetricPart
@@ -90,9 +90,11 @@ def _conjugate_gradients(
 ) -> Tensor:
     column = shift.unsqueeze(-1)
     eps = torch.finfo(right.dtype).eps
-    # Along a direction this flat there is another eigenvector with the same eigenvalue.
-    size = torch.linalg.matrix_norm(part.matrix)
-    rounding = merge_tolerance(right.dtype) * size.unsqueeze(-1)
+    # Along a direction this flat there is another eigenvector with the same eigenvalue. The
+    # products with A are rounded against its largest modulus, of which this is a lower bound.
+    steepness = norm(column * right - part(right)) / safe(norm(right))
+    size = torch.maximum(shift.abs(), steepness)
+    rounding = merge_tolerance(right.dtype) * size
     target = (4 * eps) ** 2 * dot(right, right)
 
     def precondition(x: Tensor) -> Tensor:
@@ -151,8 +153,8 @@ def _direct(S: Tensor, shift: Tensor, right: Tensor) -> Tensor:
     """All rows from the full decomposition, zero along eigenvectors that share the shift."""
     values, vectors = torch.linalg.eigh(S)
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
-    # The shift is only as good as its solver, which is a few roundings of this norm.
-    scale = torch.linalg.matrix_norm(S)[..., None, None]
+    # The shift is only as good as its solver, a few roundings of the largest modulus.
+    scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(S.dtype) * scale
     inside = torch.where(apart, (right @ vectors) / torch.where(apart, rise, 1), 0)
     return inside @ vectors.mT

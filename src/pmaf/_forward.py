@@ -15,18 +15,38 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import sphere
-from pmaf._linalg import matvec, norm, rmatvec
+from pmaf._linalg import matvec, norm, rmatvec, symmetric_part
+from pmaf._ied_rules import lifted, size_of
 from pmaf.gradients import Gradient, Implicit
-from pmaf.solvers import Outcome, Secular
-from pmaf.solvers._base import decode, encode
+from pmaf.solvers import Outcome, Secular, Solver
+from pmaf.solvers._base import encode
 from pmaf.spectrum import TangentSolver, merge_tolerance
 
 STEPS = 4
+_SECULAR = Secular()
 
 
-def forward_mode() -> bool:
-    """Whether somebody up the stack is propagating tangents."""
-    return forward_ad._current_level >= 0
+def forward_mode(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors has a tangent, or a transform around the call may give it one.
+
+    The level of `forward_ad` is shared by all threads, so that it alone says nothing of this one.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    if torch.compiler.is_compiling():
+        return True  # a trace belongs to one thread
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+        kind = torch._C._functorch.TransformType.Jvp  # pyright: ignore
+        if any(transform.key() == kind for transform in stack):
+            return True
+    return any(x is not None and _has_tangent(x) for x in tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def require_forward(gradient: Gradient) -> None:
@@ -64,16 +84,16 @@ class _Constant(torch.autograd.Function):
 
 
 def forward_less(
-    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
+    A: Tensor, b: Tensor, init: Tensor | None, solver: Solver, report: bool, throw: bool
 ) -> Outcome:
     """LESS on the unit sphere with tangents."""
     fixed = constant(A), constant(b), None if init is None else constant(init)
-    if decode(solver).keeps_factor:
-        solver = encode(Secular())  # whose basis the Newton steps are taken in
-    found = Outcome(*torch.ops.pmaf.less(*fixed, solver, report, throw))
+    # The Newton steps are taken in the basis of `Secular`.
+    solver = _SECULAR if solver.keeps_factor else solver
+    found = Outcome(*torch.ops.pmaf.less(*fixed, encode(solver), report, throw))
     helper, gap = found, found.gap
-    if not decode(solver).keeps_basis:
-        helper = Outcome(*torch.ops.pmaf.less(*fixed, encode(Secular()), False, False))
+    if not solver.keeps_basis:
+        helper = Outcome(*torch.ops.pmaf.less(*fixed, encode(_SECULAR), False, False))
         gap = found.multiplier + (helper.gap - helper.multiplier)
     solve = TangentSolver(helper.basis, helper.spread, gap, found.value)
     u = found.value
@@ -84,20 +104,26 @@ def forward_less(
 
 
 def forward_ied(
-    A: Tensor, init: Tensor | None, k: int, symmetric: bool, solver: str, report: bool, throw: bool
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: Solver,
+    report: bool,
+    throw: bool,
 ) -> Outcome:
     """IED with tangents; for a symmetric matrix at the price of a full decomposition."""
     fixed = constant(A)
     init = None if init is None else constant(init)
-    found = Outcome(*torch.ops.pmaf.ied(fixed, init, k, symmetric, solver, report, throw))
+    found = Outcome(*torch.ops.pmaf.ied(fixed, init, k, symmetric, encode(solver), report, throw))
     step = _symmetric_step if symmetric else _general_step
     values, rows = step(A, fixed, found)
     return found._replace(value=rows, multiplier=values)
 
 
 def _symmetric_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, Tensor]:
-    S = 0.5 * (A + A.mT)
-    values, vectors = torch.linalg.eigh(0.5 * (fixed + fixed.mT))
+    S = symmetric_part(A)
+    values, vectors = torch.linalg.eigh(symmetric_part(fixed))
     rise = found.multiplier.unsqueeze(-1) - values.unsqueeze(-2)
     scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(A.dtype) * scale
@@ -112,12 +138,12 @@ def _symmetric_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, T
 
 
 def _general_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, Tensor]:
-    y, value = found.value, found.multiplier.unsqueeze(-1)
-    size = torch.linalg.matrix_norm(fixed)[..., None, None]
-    size = torch.where(size == 0, 1, size)
+    y = found.value
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    # λI − A on the complement of y; along y, whatever makes it regular.
-    matrix = value * eye - fixed + size * (y.mT @ y)
+    matrix = lifted(fixed, found.multiplier, y, size_of(fixed))
+    # Singular where the eigenvalue is not simple, and there is no derivative.
+    singular = torch.linalg.lu_factor_ex(matrix).info != 0
+    matrix = torch.where(singular[..., None, None], eye, matrix)
     inverse_y = torch.linalg.solve(matrix, y.mT)
     start = y
     for _ in range(STEPS):

@@ -16,7 +16,7 @@ from pmaf._solve import announce
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
-from pmaf.solvers._base import decode
+from pmaf.solvers._base import decode, encode, owned
 
 
 def attach(
@@ -24,13 +24,13 @@ def attach(
     init: Tensor | None,
     k: int,
     symmetric: bool,
-    solver: str,
+    solver: Solver,
     gradient: Gradient,
     report: bool,
     throw: bool,
 ) -> Outcome:
-    """Solve with the solver written as text, differentiably in `A`; vectors come as rows."""
-    found: Any = _Ied.apply(A, init, k, symmetric, solver, gradient, report, throw)
+    """Solve by way of an operator, differentiably in `A`; vectors come as rows."""
+    found: Any = _Ied.apply(A, init, k, symmetric, encode(solver), gradient, report, throw)
     return Outcome(*found)
 
 
@@ -51,12 +51,9 @@ def _ied_op(
 ) -> tuple[Tensor, ...]:
     method: Solver = decode(solver)
     outcome = solve_in_range(A, init, k, symmetric, method, report, throw)
-    if not method.keeps_basis:  # whatever it may have had for its own purposes
+    if not method.keeps_basis:  # a factor, of which the fake kernel knows nothing
         outcome = outcome._replace(basis=outcome.basis[..., :0, :], spread=outcome.spread[..., :0])
-    tensors = [x.contiguous() for x in outcome]
-    # An operator's outputs may not share memory.
-    tensors[0], tensors[3] = tensors[0].clone(), tensors[3].clone()
-    return tuple(tensors)
+    return owned(outcome)
 
 
 def solve_in_range(
@@ -69,27 +66,12 @@ def solve_in_range(
     throw: bool,
 ) -> Outcome:
     """Solve in units in which no square of an entry leaves the range of the dtype."""
-    from pmaf.ied import PrincipalEigenvectors
-
-    if init is not None:
-        errors.require_finite(init=(init, 2))
-    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
-    unit = None if solver.any_scale(problem) else _unit(A)
-    if unit is not None:
-        problem = problem.with_matrix(A / unit[..., None, None])
     try:
-        with full_precision(A):
-            outcome = solver.solve(problem, init=init, report=report)
-    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        errors.require_finite(A=(A, 2))
-        raise
-    # Of some matrices with infinite entries LAPACK makes nothing but nan.
-    if unit is None and not math.isfinite(float(outcome.multiplier.sum())):
-        errors.require_finite(A=(A, 2))
-    if not (symmetric and solver.certain):
-        announce(outcome, solver, throw)
-    if unit is None:
-        return outcome
+        return solve_as_given(A, init, k, symmetric, solver, report, throw)
+    except OutOfRange as found:
+        unit = found.unit
+    scaled = A / unit[..., None, None]
+    outcome = solve_as_given(scaled, init, k, symmetric, solver, report, throw)
     factor = outcome.spread.shape[-1] < outcome.basis.shape[-2]
     return outcome._replace(
         multiplier=outcome.multiplier * unit.unsqueeze(-1),
@@ -99,22 +81,71 @@ def solve_in_range(
     )
 
 
+class OutOfRange(Exception):
+    """Squares or sums of the entries of a finite matrix leave the range of the dtype.
+
+    Attributes:
+        unit: `(*,)`, powers of two; divided by them, the largest entry is between one and two.
+    """
+
+    def __init__(self, unit: Tensor) -> None:
+        super().__init__()
+        self.unit = unit
+
+
+def require_range(A: Tensor) -> None:
+    """Squares of the entries stay in the range of the dtype; raises `OutOfRange` otherwise."""
+    least, most = torch.linalg.vector_norm(A.detach(), dim=(-2, -1)).aminmax()
+    low, high = square_range(A.dtype)
+    if not (float(least) > low and float(most) < high):
+        blame_range(A)
+
+
+def blame_range(A: Tensor) -> None:
+    """Raise what explains a result that is not finite, if `A` does."""
+    errors.require_finite(A=(A, 2))
+    unit = power_of_two(A.detach().abs().amax((-2, -1)))
+    if (unit != 1).any():
+        raise OutOfRange(unit)
+
+
+def solve_as_given(
+    A: Tensor,
+    init: Tensor | None,
+    k: int,
+    symmetric: bool,
+    solver: Solver,
+    report: bool,
+    throw: bool,
+) -> Outcome:
+    """Solve in the units of `A`; raises `OutOfRange` if they do not do."""
+    from pmaf.ied import PrincipalEigenvectors
+
+    if init is not None:
+        errors.require_finite(init=(init, 2))
+    problem = PrincipalEigenvectors(A, k, symmetric=symmetric)
+    if not solver.any_scale(problem):
+        require_range(A)
+    try:
+        with full_precision(A):
+            outcome = solver.solve(problem, init=init, report=report)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        blame_range(A)
+        raise
+    # Of matrices with infinite entries, or sums of them, LAPACK makes nothing but nan.
+    if not math.isfinite(float(outcome.multiplier.sum())):
+        blame_range(A)
+    if not (symmetric and solver.certain):
+        announce(outcome, solver, throw)
+    return outcome
+
+
 def full_precision(A: errors.Typed) -> AbstractContextManager[Any]:
     """Without autocast, if there is any."""
     device = A.device.type
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
-
-
-def _unit(A: Tensor) -> Tensor | None:
-    """Powers of two to divide by where squares of entries would leave the range; else None."""
-    least, most = torch.linalg.vector_norm(A, dim=(-2, -1)).aminmax()
-    low, high = square_range(A.dtype)
-    if float(least) > low and float(most) < high:
-        return None
-    errors.require_finite(A=(A, 2))
-    return power_of_two(A.abs().amax((-2, -1)))
 
 
 @_ied_op.register_fake

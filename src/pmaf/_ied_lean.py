@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf import errors, sphere
+from pmaf import sphere
 from pmaf._deflated import deflated_solve
 from pmaf._eager import plain
 from pmaf._eigh import eigh
 from pmaf._forward import forward_mode
-from pmaf._ied_attach import full_precision, pullback
+from pmaf._ied_attach import blame_range, full_precision, pullback
 from pmaf._ied_rules import EigenConditions, symmetric_product
-from pmaf._linalg import square_range
+from pmaf._linalg import square_range, symmetric_part
 from pmaf._neumann import neumann
 from pmaf.gradients import Implicit
 from pmaf.gradients._tangent import Helper
@@ -46,7 +46,7 @@ def suits(A: Tensor) -> bool:
         and A.is_cpu
         and A.layout == torch.strided
         and not torch.is_autocast_enabled("cpu")
-        and not forward_mode()
+        and not forward_mode(A)
     )
 
 
@@ -113,7 +113,7 @@ def _power(A: Tensor, largest: bool, flat: bool) -> _Steps | None:
 def _starts(batch: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """All ones, and without structure, `(batch, 1, n)`."""
     with torch.inference_mode(False):
-        ones = torch.ones(n, dtype=dtype).expand(batch, 1, n)
+        ones = torch.ones(n, dtype=dtype, device="cpu").expand(batch, 1, n)
         return ones, fixed_rows(n, dtype, ones.device)[:1].expand(batch, 1, n)
 
 
@@ -136,7 +136,8 @@ class _Lean(torch.autograd.Function):
             value, y = values.select(-1, end).clone(), _turned(vectors.select(-1, end))
             kept = (values, vectors)
         else:
-            value = (steps.share * steps.size).reshape(A.shape[:-2])
+            shape = A.shape[:-2]
+            value = steps.share.reshape(shape) * steps.size.reshape(shape)
             y = _turned(steps.rows.reshape(A.shape[:-1]))
             kept = steps[:3]
             ctx.rate = steps.rate
@@ -170,13 +171,13 @@ class _Lean(torch.autograd.Function):
 def _decomposed(A: Tensor) -> tuple[Tensor, Tensor]:
     """All eigenvalues of `½(A + Aᵀ)`, ascending, and their vectors as columns."""
     try:
-        values, vectors = eigh(torch.lerp(A, A.mT, 0.5))
+        values, vectors = eigh(symmetric_part(A))
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        errors.require_finite(A=(A, 2))
+        blame_range(A)
         raise
-    # Of some matrices with infinite entries LAPACK makes nothing but nan.
+    # Of matrices with infinite entries, or sums of them, LAPACK makes nothing but nan.
     if not math.isfinite(float(values.sum())):
-        errors.require_finite(A=(A, 2))
+        blame_range(A)
     return values, vectors
 
 
@@ -257,5 +258,6 @@ _IMPLICIT = Implicit()
 def _references(n: int, dtype: torch.dtype) -> tuple[Tensor, float, Tensor]:
     """The two directions that decide the sign, what counts as zero along the first, and one."""
     with torch.inference_mode(False):  # or they would be of no use in a later training step
-        both = torch.stack(sphere.references(torch.empty(n, dtype=dtype)), -1)
-        return both, 8 * torch.finfo(dtype).eps * n**0.5, torch.ones((), dtype=dtype)
+        both = torch.stack(sphere.references(torch.empty(n, dtype=dtype, device="cpu")), -1)
+        one = torch.ones((), dtype=dtype, device="cpu")
+        return both, 8 * torch.finfo(dtype).eps * n**0.5, one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pmaf._ied_attach import full_precision, pullback, solve_in_range
+from pmaf._ied_attach import full_precision, pullback, solve_as_given
 from pmaf._ied_rules import EigenConditions
 from pmaf._solve import Solution
 from pmaf.gradients import Gradient
@@ -51,7 +51,7 @@ class _Ied(torch.autograd.Function):
         throw: bool,
         aside: list[Tensor],
     ) -> tuple[Tensor, ...]:
-        found = solve_in_range(A, init, problem.width, problem.symmetric, solver, report, throw)
+        found = solve_as_given(A, init, problem.width, problem.symmetric, solver, report, throw)
         seen = problem.present(found._replace(value=found.value.contiguous()))
         ctx.problem, ctx.gradient = problem, gradient
         # What is not differentiated does not have to pass through the node.

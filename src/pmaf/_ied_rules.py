@@ -1,13 +1,18 @@
 """What the gradient rules are told about eigenvectors.
 
-For a symmetric matrix with requested eigenvectors as the rows of `Y`, an incoming
-gradient `v` of row `j` has a part inside span(Y), where the solve is closed form with
-the differences of requested eigenvalues, and a part outside, where `z` solves
+For a symmetric matrix with requested eigenvectors as the rows of `Y`, an incoming gradient
+`v` of row `j` asks for the solution `z` of a bordered system of its own,
 
-    (λⱼI − A) z = v − YᵀYv,   Yz = 0,
+    (λⱼI − A) z = v − Σ yᵢyᵢᵀv,   yᵢᵀz = 0,   the sum over all i with λᵢ = λⱼ,
 
-a positive definite system on that space. Only gaps between a requested eigenvalue and
-the others ever appear in a denominator. Then `∂L/∂A = ½(ZᵀY + YᵀZ) + Yᵀdiag(∂L/∂λ)Y`.
+and `∂L/∂A = ½(ZᵀY + YᵀZ) + Yᵀdiag(∂L/∂λ)Y`. The system of a simple eigenvalue has its own
+vector in the border and no other, so that nothing depends on the choice of vectors where
+other eigenvalues repeat, to any order of derivative. Inside span(Y) it is solved in closed
+form; outside it is positive definite. Only gaps between a requested eigenvalue and the
+others ever appear in a denominator.
+
+Within a group of equal eigenvalues `λⱼ` is the matrix `Λ` of all `yᵢᵀAyⱼ`, which is diagonal
+only at the matrix at hand: its derivative is not.
 
 For a nonsymmetric matrix and one vector, eigenvector and eigenvalue are differentiated
 together: `[[λI − A, y], [yᵀ, 0]]ᵀ [w; ·] = [v; ∂L/∂λ]`, `∂L/∂A = w yᵀ`.
@@ -23,8 +28,10 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
+from pmaf import sphere
 from pmaf._deflated import deflated_solve
 from pmaf._eager import plain
+from pmaf._linalg import norm
 from pmaf._neumann import dominant_solve
 from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
@@ -34,30 +41,65 @@ from pmaf.spectrum import merge_tolerance
 
 @dataclass(frozen=True)
 class _ShiftedSystem:
-    """Bordered systems of `λⱼI − ½(A + Aᵀ)`, one shift for each row."""
+    """Bordered systems of `Λ − ½(A + Aᵀ)`, coupled where eigenvalues are equal."""
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
-        if helper.spread.shape[-1] == 0:
-            return deflated_solve(matrix, helper.shift, y, v, helper.factor, helper.gap)
-        k, basis, spread = y.shape[-2], helper.basis, helper.spread
+        basis, spread, k = helper.basis, helper.spread, y.shape[-2]
+        if spread.shape[-1] == 0:
+            z = deflated_solve(matrix, helper.shift, y, v, helper.factor, helper.gap)
+            return z if k == 1 else z + self._within(v, y, matrix, helper)
         rise = spread.unsqueeze(-2)
-        if k > 1:  # a single vector has no rise, and drops out
-            # The requested vectors are the last k of the basis; the rest is solved for.
-            basis, rise = basis[..., :-k, :], rise[..., :-k]
+        if k > 1:  # the requested vectors are the last of the basis; the first has no rise
             rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)
-        # The largest eigenvalue in modulus is at one end of the spectrum or the other.
-        top = helper.shift[..., :1]
-        scale = torch.maximum(top.abs(), spread[..., :1] - top).unsqueeze(-1)
-        apart = rise > merge_tolerance(v.dtype) * scale
-        return torch.where(apart, (v @ basis.mT) / rise, 0) @ basis
+        apart = rise.abs() > merge_tolerance(v.dtype) * self._scale(matrix, helper)
+        return torch.where(apart, (v @ basis.mT) / torch.where(apart, rise, 1), 0) @ basis
+
+    def linked(self, matrix: Tensor, helper: Helper) -> Tensor | None:
+        """Which vectors are in the border of which, `(*, k, k)`; None if each is alone."""
+        if helper.shift.shape[-1] == 1:
+            return None
+        return ~self._apart(matrix, helper)[1]
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
-        return shift.unsqueeze(-1) * z - 0.5 * (z @ matrix + z @ matrix.mT)
+        return shift @ z - 0.5 * (z @ matrix + z @ matrix.mT)
 
     def pullback(
         self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return -symmetric_product(w, z), (w * z).sum(-1)
+        return -symmetric_product(w, z), w @ z.mT
+
+    def _within(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
+        """The part of the solution in the span of the requested vectors."""
+        difference, apart = self._apart(matrix, helper)
+        return torch.where(apart, (v @ y.mT) / torch.where(apart, difference, 1), 0) @ y
+
+    def _apart(self, matrix: Tensor, helper: Helper) -> tuple[Tensor, Tensor]:
+        """Differences `λⱼ − λᵢ` of the requested eigenvalues, and which of them are not zero."""
+        difference = helper.shift.unsqueeze(-1) - helper.shift.unsqueeze(-2)
+        scale = self._scale(matrix, helper)
+        return difference, difference.abs() > merge_tolerance(matrix.dtype) * scale
+
+    def _scale(self, matrix: Tensor, helper: Helper) -> Tensor:
+        """`‖A‖` in the spectral norm, `(*, 1, 1)`: what eigenvalues are rounded against."""
+        shift, spread = helper.shift, helper.spread
+        if spread.shape[-1] == 0:
+            return largest_modulus(matrix, shift)
+        # The largest eigenvalue in modulus is at one end of the spectrum or the other.
+        top = shift[..., :1]
+        return torch.maximum(top.abs(), spread.amax(-1, keepdim=True) - top).unsqueeze(-1)
+
+
+def largest_modulus(A: Tensor, values: Tensor) -> Tensor:
+    """About the spectral norm of `½(A + Aᵀ)`, `(*, 1, 1)`, of which `values` are eigenvalues.
+
+    From below: by the eigenvalues that are known and by three products with a vector without
+    structure. The Frobenius norm would be up to `√n` too large.
+    """
+    x = _probe(A)
+    for _ in range(3):
+        x = x / norm(x).unsqueeze(-1).clamp_min(torch.finfo(A.dtype).tiny)
+        x = 0.5 * (x @ A + x @ A.mT)
+    return torch.maximum(values.abs().amax(-1, keepdim=True), norm(x)).unsqueeze(-1)
 
 
 class EigenConditions(NamedTuple):
@@ -78,23 +120,22 @@ class EigenConditions(NamedTuple):
         along = None if self.d_values is None else self.d_values.unsqueeze(-1) * y
         if v is None:
             return torch.zeros_like(y) if along is None else along
-        z = tangent_solve(_ShiftedSystem(), v, y, self.A, self.values, self.helper)
-        z = z if along is None else z + along
-        if k == 1:
-            return z
-        inside = y @ v.mT
-        difference = self.values.unsqueeze(-2) - self.values.unsqueeze(-1)
-        scale = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
-        apart = difference.abs() > merge_tolerance(v.dtype) * scale
-        antisymmetric = 0.5 * (inside - inside.mT)
-        return z + torch.where(apart, antisymmetric / torch.where(apart, difference, 1), 0) @ y
+        shift = self.values.unsqueeze(-1)
+        if k > 1:
+            shift = torch.diag_embed(self.values)
+            if torch.is_grad_enabled():  # for its derivative; its value is zero
+                eye = torch.eye(k, dtype=torch.bool, device=y.device)
+                coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
+                shift = shift + 0.5 * (coupling + coupling.mT)
+        z = tangent_solve(_ShiftedSystem(), v, y, self.A, shift, self.helper)
+        return z if along is None else z + along
 
     def _bordered_solve(self, v: Tensor | None) -> Tensor:
         """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
 
         `(λI − A)ᵀ + σyyᵀ` is regular when the eigenvalue is simple, and differs from the
-        border by a multiple of `y` on the right-hand side. Where the eigenvalue is known
-        not to be simple there is no derivative, and zero is returned.
+        border by a multiple of `y` on the right-hand side. Where it is singular up to rounding
+        the eigenvalue is not simple, there is no derivative, and zero is returned.
         """
         if plain(self.A) and not torch.is_grad_enabled():
             w = dominant_solve(self.A, self.values, self.y, v, self.d_values, self.helper.gap)
@@ -103,17 +144,21 @@ class EigenConditions(NamedTuple):
         v = torch.zeros_like(self.y) if v is None else v
         d_values = torch.zeros_like(self.values) if self.d_values is None else self.d_values
         target = d_values.unsqueeze(-1)
-        size = torch.linalg.matrix_norm(self.A.detach())[..., None, None]
-        size = torch.where(size == 0, 1, size)
-        # A gap that is not known (nan) is taken on trust.
-        repeated = self.helper.gap[..., None, None] <= merge_tolerance(v.dtype) * size
-        eye = torch.eye(self.A.shape[-1], dtype=v.dtype, device=v.device)
-        rounding = torch.finfo(v.dtype).eps * size
-        rest = (size * self.y).mT @ self.y - self.A.mT
-        matrix = torch.addcmul(rest, eye, self.values.unsqueeze(-1) + rounding)
-        del rest  # it is as large as A, and the solve needs another
+        size = size_of(self.A.detach())
+        matrix = lifted(self.A, self.values, self.y, size).mT
         both = torch.cat([v + size * target * self.y, self.y], -2)
-        p, q = torch.linalg.solve(matrix, both.mT).mT.split(1, -2)
+        factor, pivots, info = torch.linalg.lu_factor_ex(matrix.detach())
+        probe = _probe(v).expand_as(self.y.detach())
+        # How long a unit vector comes back bounds the inverse from below. Beyond the reciprocal
+        # of rounding it has no digits.
+        length = norm(torch.linalg.lu_solve(factor, pivots, probe.mT).mT).unsqueeze(-1)
+        repeated = ~(length * merge_tolerance(v.dtype) * size < 1) | (info != 0)[..., None, None]
+        if torch.is_grad_enabled():
+            eye = torch.eye(self.A.shape[-1], dtype=v.dtype, device=v.device)
+            solved = torch.linalg.solve(torch.where(repeated, eye, matrix), both.mT)
+        else:
+            solved = torch.linalg.lu_solve(factor, pivots, both.mT)
+        p, q = torch.where(repeated, 0, solved).mT.split(1, -2)
         along = (self.y * q).sum(-1, keepdim=True)
         alpha = ((self.y * p).sum(-1, keepdim=True) - target) / torch.where(along == 0, 1, along)
         return torch.where(repeated, 0, p - alpha * q)
@@ -183,6 +228,28 @@ class ColumnConditions(NamedTuple):
             left = (w - along * self.y) / self._divisor().unsqueeze(-1)
             full = left.unsqueeze(-1) * self.y.unsqueeze(-2)
         return 0.5 * (full + full.mT) if self.symmetric else full
+
+
+def _probe(like: Tensor) -> Tensor:
+    """A unit row without structure, `(1, n)`, by operations that can be traced."""
+    return sphere.project(sphere.references(like)[1]).unsqueeze(0)
+
+
+def size_of(A: Tensor) -> Tensor:
+    """`‖Ax‖` for a unit vector without structure, or the largest entry, `(*, 1, 1)`.
+
+    No larger than the spectral norm, and one for a matrix of zeros. Nothing is squared that
+    could leave the range of the dtype.
+    """
+    largest = A.abs().amax((-2, -1), keepdim=True)
+    safe = torch.where(largest == 0, 1, largest)
+    return safe * norm(_probe(A) @ (A / safe).mT).unsqueeze(-1).clamp_min(1)
+
+
+def lifted(A: Tensor, values: Tensor, y: Tensor, size: Tensor) -> Tensor:
+    """`λI − A + σyyᵀ`, regular where the eigenvalue `λ` of the unit row `y` is simple."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    return torch.addcmul((size * y).mT @ y - A, eye, values.unsqueeze(-1))
 
 
 def symmetric_product(z: Tensor, y: Tensor) -> Tensor:

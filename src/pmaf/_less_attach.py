@@ -15,19 +15,19 @@ from pmaf._solve import announce
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
-from pmaf.solvers._base import decode, encode
+from pmaf.solvers._base import decode, encode, owned
 
 
 def attach(
     A: Tensor,
     b: Tensor,
     init: Tensor | None,
-    solver: str,
+    solver: Solver,
     gradient: Gradient,
     report: bool,
     throw: bool,
 ) -> Outcome:
-    """Solve on the unit sphere with the solver written as text, differentiably in `A`, `b`."""
+    """Solve on the unit sphere, differentiably in `A` and `b`."""
     found: Any = _Less.apply(A, b, init, solver, gradient, report, throw)
     return Outcome(*found)
 
@@ -41,21 +41,20 @@ def attach(
 def _less_op(
     A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
 ) -> tuple[Tensor, ...]:
-    return _solve(A, b, init, solver, report, throw)
+    return owned(_solve(A, b, init, decode(solver), report, throw))
 
 
 def _solve(
-    A: Tensor, b: Tensor, init: Tensor | None, solver: str, report: bool, throw: bool
-) -> tuple[Tensor, ...]:
+    A: Tensor, b: Tensor, init: Tensor | None, solver: Solver, report: bool, throw: bool
+) -> Outcome:
     from pmaf.less import SphereLeastSquares
 
     if init is not None:
         errors.require_finite(init=(init, 1))
-    method: Solver = decode(solver)
     with torch.autocast(A.device.type, enabled=False):
-        outcome = method.solve(SphereLeastSquares(A, b), init=init, report=report)
-    announce(outcome, method, throw)
-    return tuple(x.contiguous() for x in outcome)
+        outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
+    announce(outcome, solver, throw)
+    return outcome
 
 
 @_less_op.register_fake
@@ -118,14 +117,15 @@ class _Less(torch.autograd.Function):
         A: Tensor,
         b: Tensor,
         init: Tensor | None,
-        solver: str,
+        solver: Solver,
         gradient: Gradient,
         report: bool,
         throw: bool,
     ) -> tuple[Tensor, ...]:
-        # The operator is for those who have to see fixed shapes; calling it takes its time.
-        run = _solve if plain(A) and plain(b) else torch.ops.pmaf.less
-        return run(A, b, init, solver, report, throw)
+        # Only a trace or a transform needs the operator; in eager mode its dispatch costs time.
+        if plain(A) and plain(b):
+            return tuple(x.contiguous() for x in _solve(A, b, init, solver, report, throw))
+        return torch.ops.pmaf.less(A, b, init, encode(solver), report, throw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

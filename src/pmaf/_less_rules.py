@@ -41,6 +41,9 @@ class _GramSystem:
         exact = promoted(matrix.dtype, basis.shape[-2], matrix.device)
         return spectral_solve(matrix, shift, gap, basis, spread, y, v, refine=not exact)
 
+    def linked(self, matrix: Tensor, helper: Helper) -> Tensor | None:
+        return None  # there is one row
+
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
         return gram_product(matrix, shift.squeeze(-1), z)
 

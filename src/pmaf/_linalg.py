@@ -6,6 +6,8 @@ matrix-vector products: every helper here keeps that case fast.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -92,7 +94,18 @@ def square_range(dtype: torch.dtype) -> tuple[float, float]:
 def power_of_two(x: Tensor) -> Tensor:
     """The power of two below each entry of `x`, one for zero: scaling by it is exact."""
     positive = torch.where(x > 0, x, torch.ones_like(x))
-    return torch.exp2(positive.log2().floor())
+    # The logarithm of the largest number rounds up, to a power that is infinite.
+    largest = math.floor(math.log2(torch.finfo(x.dtype).max * 0.75))
+    return torch.exp2(positive.log2().floor().clamp_max(largest))
+
+
+def symmetric_part(A: Tensor) -> Tensor:
+    """`½(A + Aᵀ)`, exactly `A` if that is symmetric.
+
+    A sum, and not an interpolation from one to the other: that would take a difference first,
+    in which entries of opposite signs lose their digits, or overflow.
+    """
+    return torch.add(A, A.mT).mul_(0.5)
 
 
 def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:

@@ -136,6 +136,14 @@ def require_eager(what: str, instead: str, x: Tensor) -> None:
         )
 
 
+def refuse_script(module: object) -> None:
+    """What `torch.jit.script` hears from a layer."""
+    raise RuntimeError(
+        f"{type(module).__name__} cannot be compiled by torch.jit.script: a solve depends on data in "
+        "ways TorchScript does not express; use torch.compile, or torch.export to save a program"
+    )
+
+
 def require_extra(module: str, extra: str) -> None:
     """An optional dependency is there; the error names the extra that brings it."""
     if importlib.util.find_spec(module) is None:

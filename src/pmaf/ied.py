@@ -14,12 +14,12 @@ from pmaf import errors, sphere
 from pmaf._certify_operator import certify_eigenvectors
 from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
-from pmaf._ied_attach import attach
+from pmaf._ied_attach import OutOfRange, attach, require_range
 from pmaf._ied_lean import solve_lean, suits
 from pmaf._ied_operator import attach_operator
 from pmaf._ied_plain import attach_plain
 from pmaf._ied_search import find_eigenvectors
-from pmaf._linalg import norm
+from pmaf._linalg import norm, symmetric_part
 from pmaf._rows import Rows, joined
 from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
 from pmaf._spread import Parts, is_spread, whole
@@ -27,7 +27,6 @@ from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.operators import Operator, as_operator
 from pmaf.operators._base import known_by_products
 from pmaf.solvers import Adaptive, Auto, Dense, Krylov, Outcome, Solver
-from pmaf.solvers._base import encode
 
 
 class Eigenpairs(NamedTuple):
@@ -87,6 +86,8 @@ class PrincipalEigenvectors:
             )
         if self.reference is not None:
             self._require_reference(self.reference)
+            # It decides signs, which have no derivative; its graph would be kept for nothing.
+            object.__setattr__(self, "reference", self.reference.detach())
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -113,7 +114,7 @@ class PrincipalEigenvectors:
 
     def operand(self) -> Tensor:
         """The matrix whose eigenvectors are asked for."""
-        return 0.5 * (self.matrix + self.matrix.mT) if self.symmetric else self.matrix
+        return symmetric_part(self.matrix) if self.symmetric else self.matrix
 
     def spectrum(self) -> Tensor:
         """All eigenvalues of the symmetric part, descending, `(*, n)`."""
@@ -160,7 +161,7 @@ class PrincipalEigenvectors:
         # All three measures are relative; in these units nothing over- or underflows.
         unit = A.abs().amax((-2, -1), keepdim=True)
         A = A / torch.where(unit > 0, unit, torch.ones_like(unit))
-        A = 0.5 * (A + A.mT) if self.symmetric else A
+        A = symmetric_part(A) if self.symmetric else A
         Y = (value.unsqueeze(-1) if self.k is None else value).double()
         size = torch.linalg.matrix_norm(A)
         size = torch.where(size == 0, torch.ones_like(size), size)
@@ -187,6 +188,7 @@ class PrincipalEigenvectors:
         require_rules(self, solver, gradient)
         if init is not None:
             self._require_reference(init, "init")
+            init = init.detach()  # the solution does not depend on where the search began
         if isinstance(self.A, Operator):
             run: Any = torch.compiler.disable(self._run_operator)
             return run(self.A, solver.resolve(self), gradient, init, throw)
@@ -201,24 +203,57 @@ class PrincipalEigenvectors:
             A, init = A.float(), None if init is None else init.float()
         # The smallest eigenvalues are the largest of −A, in the opposite order.
         A = A if self.largest else -A
+        try:
+            return self._run_dense(A, solver, gradient, init, report, throw)
+        except OutOfRange as found:
+            return self._run_in_units(found.unit, solver, gradient, init, report, throw)
+
+    def _run_in_units(
+        self,
+        unit: Tensor,
+        solver: Solver,
+        gradient: Gradient,
+        init: Tensor | None,
+        report: bool,
+        throw: bool,
+    ) -> Solution:
+        """The same for `A/unit`, in which nothing leaves the range of the dtype."""
+        scaled = replace(self, A=self.matrix.to(unit.dtype) / unit[..., None, None])
+        init = init if init is None or self.k is not None else init.squeeze(-1)
+        found = scaled.run(solver, gradient, init=init, report=report, throw=throw)
+        factor = unit if self.k is None else unit.unsqueeze(-1)
+        found = replace(found, multiplier=found.multiplier * factor, gap=found.gap * unit)
+        return _in(self.matrix.dtype, found)
+
+    def _run_dense(
+        self,
+        A: Tensor,
+        solver: Solver,
+        gradient: Gradient,
+        init: Tensor | None,
+        report: bool,
+        throw: bool,
+    ) -> Solution:
+        """Solve for `A`, the problem's own or its negative, in float32 or float64."""
+        dtype = self.matrix.dtype
         if isinstance(gradient, Unroll):
             errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
-            errors.require_finite(A=(A, 2))
+            require_range(A)
             problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
             with torch.autocast(A.device.type, enabled=False):
                 outcome = solver.solve(problem, init=init, report=report)
             outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
             announce(outcome, solver, throw)
-        elif plain(A) and not forward_mode():
+        elif forward_mode(A):
+            require_forward(gradient)
+            way = solver.resolve(self)
+            outcome = forward_ied(A, init, self.width, self.symmetric, way, report, throw)
+        elif plain(A):
             found = attach_plain(self, A, init, solver.resolve(self), gradient, report, throw)
             return _in(dtype, found)
-        elif forward_mode():
-            require_forward(gradient)
-            text = encode(solver.resolve(self))
-            outcome = forward_ied(A, init, self.width, self.symmetric, text, report, throw)
         else:
-            text = encode(solver.resolve(self))
-            outcome = attach(A, init, self.width, self.symmetric, text, gradient, report, throw)
+            way = solver.resolve(self)
+            outcome = attach(A, init, self.width, self.symmetric, way, gradient, report, throw)
         return _in(dtype, self.present(outcome))
 
     def _run_operator(
@@ -269,14 +304,15 @@ class PrincipalEigenvectors:
     def present(self, outcome: Outcome) -> Solution:
         """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
         values, rows = outcome.multiplier, outcome.value
-        values = values if self.largest else -values
-        rows = rows * self._signs(rows).unsqueeze(-1)
+        signs = self._signs(rows)
         if self.flipped:
-            values, rows = values.flip(-1), rows.flip(-2)
-        vectors = rows.mT
+            values, rows, signs = values.flip(-1), rows.flip(-2), signs.flip(-1)
+        # New tensors, not views: a user may write into what a layer returns.
         if self.k is None:
-            values, vectors = values.squeeze(-1), vectors.squeeze(-1)
-        return Solution(vectors, values, *outcome[2:6])
+            values, vectors = values.squeeze(-1), rows.squeeze(-2) * signs
+        else:
+            vectors = rows.mT * signs.unsqueeze(-2)
+        return Solution(vectors, values.clone() if self.largest else -values, *outcome[2:6])
 
     @property
     def flipped(self) -> bool:
@@ -420,10 +456,14 @@ def ied(
         and isinstance(A, Tensor)
         and suits(A)
     ):
-        found = solve_lean(A, largest, _ADAPTIVE)
+        try:
+            found = solve_lean(A, largest, _ADAPTIVE)
+        except OutOfRange:
+            found, solver = None, _DENSE
+        else:
+            solver = _WITHOUT_POWER
         if found is not None:
             return Eigenpairs(*found)
-        solver = _WITHOUT_POWER
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
     if generator is not None and init is None:
         shape = (problem.n, problem.width)
@@ -478,6 +518,9 @@ class IED(nn.Module):
             init=init,
             generator=self.generator,
         )
+
+    def __prepare_scriptable__(self) -> None:
+        errors.refuse_script(self)
 
     def extra_repr(self) -> str:
         names = ("k", "largest", "symmetric", "descending", "solver", "gradient")

@@ -22,7 +22,6 @@ from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.operators import Matrix, Operator, as_operator
 from pmaf.operators._base import known_by_products
 from pmaf.solvers import Auto, Cholesky, Krylov, Outcome, Secular, Solver
-from pmaf.solvers._base import encode
 
 # From this many columns on a Cholesky factor is cheaper than an eigendecomposition.
 _SMALLEST_FACTORED = 12
@@ -146,6 +145,7 @@ class SphereLeastSquares:
         A, b = self.A, self.b
         if init is not None:
             self._require_init(init)
+            init = init.detach()  # the solution does not depend on where the search began
         if isinstance(A, Operator):
             run: Any = torch.compiler.disable(self._run_operator)
             return run(A, solver.resolve(self), gradient, init, throw)
@@ -173,12 +173,11 @@ class SphereLeastSquares:
                 outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
             outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
             announce(outcome, solver, throw)
-        elif forward_mode():
+        elif forward_mode(A, b):
             require_forward(gradient)
-            outcome = forward_less(A, b, init, encode(solver.resolve(self)), report, throw)
+            outcome = forward_less(A, b, init, solver.resolve(self), report, throw)
         else:
-            text = encode(solver.resolve(self))
-            outcome = attach(A, b, init, text, gradient, report, throw)
+            outcome = attach(A, b, init, solver.resolve(self), gradient, report, throw)
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
         return Solution(value.to(dtype), *outcome[1:6])
 
@@ -200,7 +199,7 @@ class SphereLeastSquares:
             init = None if init is None else init.float()
         b = b if self.radius == 1 else b / self.radius
         assert isinstance(solver, Krylov)
-        init = None if init is None else whole(init.detach())
+        init = None if init is None else whole(init)
         outcome, backward = attach_less_operator(A, b, solver, init, throw)
         value = self.radius * outcome.value  # not what the backward pass keeps, which is read-only
         return joined(Solution(value.to(dtype), *outcome[1:6], backward), A, b)
@@ -295,6 +294,9 @@ class LESS(nn.Module):
 
     def forward(self, A: Tensor | Operator, b: Tensor, init: Tensor | None = None) -> Tensor:
         return less(A, b, radius=self.radius, solver=self.solver, gradient=self.gradient, init=init)
+
+    def __prepare_scriptable__(self) -> None:
+        errors.refuse_script(self)
 
     def extra_repr(self) -> str:
         return f"radius={self.radius}, solver={self.solver!r}, gradient={self.gradient!r}"

@@ -4,7 +4,9 @@ At a solution with orthonormal rows `Y` (one for LESS, k for IED), everything a 
 needs is, for each incoming row `v`, the solution `z` of the bordered system
 
     [ H   Yᵀ ] [ z ]   [ v ]
-    [ Y   0  ] [ ν ] = [ 0 ].
+    [ Y   0  ] [ ν ] = [ 0 ],
+
+with all rows of `Y` in the border, or those that the system says.
 
 `H` is made of a matrix and of a shift for each row, and how it is solved with is the
 system's business (an eigenbasis here, a Krylov method there). How the solution is
@@ -44,6 +46,13 @@ class BorderedSystem(Protocol):
 
     def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
         """`z`, by whatever means; not differentiated."""
+        ...
+
+    def linked(self, matrix: Tensor, helper: Helper) -> Tensor | None:
+        """Which rows of `y` the solution for each row of `v` is orthogonal to, `(*, k, q)`.
+
+        None if it is all of them.
+        """
         ...
 
     def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
@@ -100,6 +109,9 @@ class _TangentSolve(torch.autograd.Function):
             w = tangent_solve(system, incoming, y, matrix, shift, Helper(*helper))
             nu = (v - system.product(z, matrix, shift)) @ y.mT
             omega = (incoming - system.product(w, matrix, shift)) @ y.mT
-            dy = -(nu.mT @ w + omega.mT @ z)
             d_matrix, d_shift = system.pullback(w, z, matrix, shift)
+            linked = system.linked(matrix.detach(), Helper(*helper))
+            if linked is not None:
+                nu, omega, d_shift = (torch.where(linked, x, 0) for x in (nu, omega, d_shift))
+            dy = -(nu.mT @ w + omega.mT @ z)
         return None, w, dy, -d_matrix, -d_shift, None, None, None, None

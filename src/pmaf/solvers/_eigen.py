@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pmaf.solvers._base import Outcome
+from pmaf.solvers._products import fixed_normal
 
 if TYPE_CHECKING:
     from pmaf.ied import PrincipalEigenvectors
@@ -25,8 +26,7 @@ def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int)
     which may be exactly orthogonal to what is looked for.
     """
     A = problem.matrix
-    generator = torch.Generator().manual_seed(0)
-    block = torch.randn(problem.n, width, generator=generator, dtype=torch.float64).to(A)
+    block = fixed_normal(problem.n, width).to(A)
     block = block.expand(*problem.batch_shape, -1, -1)
     if init is not None:
         given = init.expand(*problem.batch_shape, -1, -1)[..., :width]

@@ -11,6 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
+from pmaf._linalg import symmetric_part
+
 # Up to this size forming the symmetric part costs no more than a few products.
 FORM_TO = 256
 
@@ -29,7 +31,7 @@ class SymmetricPart:
         A = A if A.is_contiguous() else A.mT.contiguous()
         self.one_sided = False
         if n <= FORM_TO:
-            self.matrix = A.add(A.mT).mul_(0.5)
+            self.matrix = symmetric_part(A)
             return
         self.matrix = A
         x = fixed_rows(n, A.dtype, A.device)[:1].expand(len(A), 1, n)
@@ -47,7 +49,7 @@ class SymmetricPart:
 
     def exact(self, x: Tensor) -> Tensor:
         image = torch.bmm(x, self.matrix)
-        return torch.lerp(image, right_product(self.matrix, x), 0.5) if self.one_sided else image
+        return image.add_(right_product(self.matrix, x)).mul_(0.5) if self.one_sided else image
 
 
 def right_product(A: Tensor, x: Tensor) -> Tensor:
@@ -60,7 +62,12 @@ def right_product(A: Tensor, x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def fixed_rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Two directions `(2, n)` without structure, the same for every call."""
-    generator = torch.Generator().manual_seed(0)
     # Inference tensors could not be used in a later training step.
     with torch.inference_mode(False):
-        return torch.randn(2, n, generator=generator, dtype=torch.float64).to(device, dtype)
+        return fixed_normal(2, n).to(device, dtype)
+
+
+def fixed_normal(*shape: int) -> Tensor:
+    """Normal numbers in float64 on the CPU, the same for every call, whatever torch's defaults."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import norm, solve_factored
+from pmaf._linalg import norm, solve_factored, symmetric_part
 from pmaf.solvers._products import SymmetricPart, fixed_rows
 from pmaf.spectrum import merge_tolerance
 
@@ -103,7 +103,7 @@ def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
     wide = dtype if rows.device.type == "mps" else torch.float64
     basis = torch.linalg.qr(rows.mT.to(wide)).Q.mT
     small = torch.bmm(basis, part.exact(basis.to(dtype)).to(wide).mT)
-    turn = torch.linalg.eigh(torch.lerp(small, small.mT, 0.5)).eigenvectors
+    turn = torch.linalg.eigh(symmetric_part(small)).eigenvectors
     return torch.bmm(turn[..., -(rows.shape[-2] // 2) :].flip(-1).mT, basis).to(dtype)
 
 

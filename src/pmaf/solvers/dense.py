@@ -45,8 +45,7 @@ class Dense(Solver):
 
     def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
         k = problem.width
-        # The symmetric part, in one pass, and exactly that of a symmetric matrix.
-        values, vectors = torch.linalg.eigh(torch.lerp(problem.matrix, problem.matrix.mT, 0.5))
+        values, vectors = torch.linalg.eigh(problem.operand())
         # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:
