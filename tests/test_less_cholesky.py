@@ -6,6 +6,7 @@ import torch
 import pmaf
 from pmaf.gradients import Implicit
 from pmaf.solvers import Auto, Cholesky, Secular
+from pmaf.solvers._base import encode
 from tests.less_cases import ALL, REGULAR, gaussian, hard
 from tests.test_less_conditioning import allowed, make
 
@@ -215,8 +216,10 @@ def test_compiled_and_exported():
 
 def test_opcheck():
     A, b = batch(3, 24, 12)
-    torch.library.opcheck(torch.ops.pmaf.less.default, (A, b, None, "Cholesky()", True, False))
-    found = torch.ops.pmaf.less(A, b, None, "Cholesky()", False, False)
+    torch.library.opcheck(
+        torch.ops.pmaf.less.default, (A, b, None, encode(Cholesky()), True, False)
+    )
+    found = torch.ops.pmaf.less(A, b, None, solver, False, False)
     y, multiplier, _, gap, _, _, factor, _ = found
     arguments = (A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T))
     torch.library.opcheck(torch.ops.pmaf.factored_solve.default, arguments)

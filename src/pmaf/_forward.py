@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import sphere
-from pmaf._linalg import matvec, norm, rmatvec, symmetric_part
 from pmaf._ied_rules import lifted, size_of
+from pmaf._linalg import matvec, norm, rmatvec, symmetric_part
 from pmaf.gradients import Gradient, Implicit
 from pmaf.solvers import Outcome, Secular, Solver
 from pmaf.solvers._base import encode

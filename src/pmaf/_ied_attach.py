@@ -68,7 +68,7 @@ def solve_in_range(
     """Solve in units in which no square of an entry leaves the range of the dtype."""
     try:
         return solve_as_given(A, init, k, symmetric, solver, report, throw)
-    except OutOfRange as found:
+    except OutOfRangeError as found:
         unit = found.unit
     scaled = A / unit[..., None, None]
     outcome = solve_as_given(scaled, init, k, symmetric, solver, report, throw)
@@ -81,7 +81,7 @@ def solve_in_range(
     )
 
 
-class OutOfRange(Exception):
+class OutOfRangeError(Exception):
     """Squares or sums of the entries of a finite matrix leave the range of the dtype.
 
     Attributes:
@@ -94,7 +94,7 @@ class OutOfRange(Exception):
 
 
 def require_range(A: Tensor) -> None:
-    """Squares of the entries stay in the range of the dtype; raises `OutOfRange` otherwise."""
+    """Squares of the entries stay in the range of the dtype; raises `OutOfRangeError` otherwise."""
     least, most = torch.linalg.vector_norm(A.detach(), dim=(-2, -1)).aminmax()
     low, high = square_range(A.dtype)
     if not (float(least) > low and float(most) < high):
@@ -106,7 +106,7 @@ def blame_range(A: Tensor) -> None:
     errors.require_finite(A=(A, 2))
     unit = power_of_two(A.detach().abs().amax((-2, -1)))
     if (unit != 1).any():
-        raise OutOfRange(unit)
+        raise OutOfRangeError(unit)
 
 
 def solve_as_given(
@@ -118,7 +118,7 @@ def solve_as_given(
     report: bool,
     throw: bool,
 ) -> Outcome:
-    """Solve in the units of `A`; raises `OutOfRange` if they do not do."""
+    """Solve in the units of `A`; raises `OutOfRangeError` if they do not do."""
     from pmaf.ied import PrincipalEigenvectors
 
     if init is not None:

@@ -139,8 +139,8 @@ def require_eager(what: str, instead: str, x: Tensor) -> None:
 def refuse_script(module: object) -> None:
     """What `torch.jit.script` hears from a layer."""
     raise RuntimeError(
-        f"{type(module).__name__} cannot be compiled by torch.jit.script: a solve depends on data in "
-        "ways TorchScript does not express; use torch.compile, or torch.export to save a program"
+        f"{type(module).__name__} cannot be compiled by torch.jit.script: a solve depends on data "
+        "in ways TorchScript does not express; use torch.compile, or torch.export to save a program"
     )
 
 

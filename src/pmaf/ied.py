@@ -14,7 +14,7 @@ from pmaf import errors, sphere
 from pmaf._certify_operator import certify_eigenvectors
 from pmaf._eager import plain
 from pmaf._forward import forward_ied, forward_mode, require_forward
-from pmaf._ied_attach import OutOfRange, attach, require_range
+from pmaf._ied_attach import OutOfRangeError, attach, require_range
 from pmaf._ied_lean import solve_lean, suits
 from pmaf._ied_operator import attach_operator
 from pmaf._ied_plain import attach_plain
@@ -205,7 +205,7 @@ class PrincipalEigenvectors:
         A = A if self.largest else -A
         try:
             return self._run_dense(A, solver, gradient, init, report, throw)
-        except OutOfRange as found:
+        except OutOfRangeError as found:
             return self._run_in_units(found.unit, solver, gradient, init, report, throw)
 
     def _run_in_units(
@@ -458,7 +458,7 @@ def ied(
     ):
         try:
             found = solve_lean(A, largest, _ADAPTIVE)
-        except OutOfRange:
+        except OutOfRangeError:
             found, solver = None, _DENSE
         else:
             solver = _WITHOUT_POWER

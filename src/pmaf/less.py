@@ -14,6 +14,7 @@ from pmaf._eager import plain
 from pmaf._forward import forward_less, forward_mode, require_forward
 from pmaf._less_attach import attach
 from pmaf._less_operator import attach_less_operator, find_minimiser
+from pmaf._less_range import in_range, scaled
 from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._rows import Rows, joined
 from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
@@ -54,6 +55,12 @@ class SphereLeastSquares:
         errors.require_vector("b", b, "m")
         errors.require_alike("A", A, "b", b)
         errors.require_positive("radius", self.radius)
+        info = torch.finfo(A.dtype)
+        if not info.tiny <= self.radius <= info.max:
+            raise ValueError(
+                f"radius must be a number that {A.dtype} can hold, {info.tiny} to {info.max}; "
+                f"got {self.radius}"
+            )
         if A.shape[-2] != b.shape[-1]:
             column = b.dim() > 1 and b.shape[-1] == 1 and b.shape[-2] == A.shape[-2]
             raise ValueError(
@@ -163,8 +170,26 @@ class SphereLeastSquares:
             init = None if init is None else init.float()
         # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
-        if self.radius != 1:
-            b = b / self.radius
+        A, b, units = in_range(A, b, self.radius)
+        outcome = self._run_unit(A, b, solver, gradient, init, report, throw)
+        if units is not None:
+            outcome = outcome._replace(
+                multiplier=scaled(outcome.multiplier, units), gap=scaled(outcome.gap, units)
+            )
+        value = outcome.value if self.radius == 1 else self.radius * outcome.value
+        return Solution(value.to(dtype), *outcome[1:6])
+
+    def _run_unit(
+        self,
+        A: Tensor,
+        b: Tensor,
+        solver: Solver,
+        gradient: Gradient,
+        init: Tensor | None,
+        report: bool,
+        throw: bool,
+    ) -> Outcome:
+        """Solve for tensors in float32 or float64, on the unit sphere."""
         if isinstance(gradient, Unroll):
             errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
             if init is not None:
@@ -173,13 +198,11 @@ class SphereLeastSquares:
                 outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
             outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
             announce(outcome, solver, throw)
-        elif forward_mode(A, b):
+            return outcome
+        if forward_mode(A, b):
             require_forward(gradient)
-            outcome = forward_less(A, b, init, solver.resolve(self), report, throw)
-        else:
-            outcome = attach(A, b, init, solver.resolve(self), gradient, report, throw)
-        value = outcome.value if self.radius == 1 else self.radius * outcome.value
-        return Solution(value.to(dtype), *outcome[1:6])
+            return forward_less(A, b, init, solver.resolve(self), report, throw)
+        return attach(A, b, init, solver.resolve(self), gradient, report, throw)
 
     def _run_operator(
         self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
