@@ -216,9 +216,8 @@ def test_compiled_and_exported():
 
 def test_opcheck():
     A, b = batch(3, 24, 12)
-    torch.library.opcheck(
-        torch.ops.pmaf.less.default, (A, b, None, encode(Cholesky()), True, False)
-    )
+    solver = encode(Cholesky())
+    torch.library.opcheck(torch.ops.pmaf.less.default, (A, b, None, solver, True, False))
     found = torch.ops.pmaf.less(A, b, None, solver, False, False)
     y, multiplier, _, gap, _, _, factor, _ = found
     arguments = (A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T))

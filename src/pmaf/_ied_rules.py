@@ -31,7 +31,7 @@ from torch.autograd.functional import jacobian
 from pmaf import sphere
 from pmaf._deflated import deflated_solve
 from pmaf._eager import plain
-from pmaf._linalg import norm
+from pmaf._linalg import frobenius, norm
 from pmaf._neumann import dominant_solve
 from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
@@ -194,7 +194,7 @@ class ColumnConditions(NamedTuple):
         n = self.A.shape[-1]
         eye = torch.eye(n, dtype=self.A.dtype, device=self.A.device)
         value = self.value[..., None, None]
-        lift = 2 * torch.linalg.matrix_norm(self.A.detach())[..., None, None]
+        lift = 2 * frobenius(self.A.detach())
         outer = self.y.unsqueeze(-1) * self.y.unsqueeze(-2)
         return 2 * value * eye - (self.A + self.A.mT) + lift * outer
 

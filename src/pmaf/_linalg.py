@@ -85,6 +85,14 @@ def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torc
     return (left @ right).sum_to_size(shape)
 
 
+def frobenius(A: Tensor) -> Tensor:
+    """The Frobenius norm `(*, 1, 1)` of matrices of any scale; one for a matrix of zeros."""
+    largest = A.abs().amax((-2, -1), keepdim=True)
+    unit = torch.where(largest == 0, 1, largest)
+    size = torch.linalg.matrix_norm(A / unit, keepdim=True)
+    return unit * torch.where(size == 0, 1, size)
+
+
 def square_range(dtype: torch.dtype) -> tuple[float, float]:
     """Between these, squares neither overflow nor lose digits that matter."""
     info = torch.finfo(dtype)

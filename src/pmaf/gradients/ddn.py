@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot
+from pmaf._linalg import dot, frobenius
 from pmaf.gradients._base import Gradient, VectorConditions
 
 
@@ -44,8 +44,6 @@ class DDN(Gradient):
 
 def _solve(H: Tensor, rhs: Tensor) -> Tensor:
     """`H⁻¹ rhs`, with one rounding added to the diagonal so that it is always finite."""
-    size = torch.linalg.matrix_norm(H.detach())
-    size = torch.where(size == 0, torch.ones_like(size), size)
-    rounding = torch.finfo(H.dtype).eps * size
+    rounding = torch.finfo(H.dtype).eps * frobenius(H.detach())
     eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
-    return torch.linalg.solve(H + rounding[..., None, None] * eye, rhs)
+    return torch.linalg.solve(H + rounding * eye, rhs)

@@ -1,0 +1,144 @@
+"""Eigenvalues that repeat, to second order: what is exact, and what has no derivative.
+
+A loss of a simple eigenvector, and a loss of the projector onto a group of vectors that is
+apart from the rest, have all derivatives, however often other eigenvalues repeat.
+"""
+
+import pytest
+import torch
+
+import pmaf
+from pmaf.solvers import Dense, Lanczos
+from tests.ied_cases import with_eigenvalues
+
+T = torch.float64
+SPECTRA = [
+    [2.0, 1.0, 1.0, 0.5],
+    [3.0, 3.0, 1.0, 0.5],
+    [2.0, 1.0, 1.0, 1.0],
+    [2.0, 2.0, 2.0, 1.0, -1.0],
+    [3.0, 2.0, 2.0, 1.0, 1.0, 0.0],
+]
+
+
+def matrices(values):
+    yield torch.diag(torch.tensor(values, dtype=T))
+    yield with_eigenvalues(values)
+
+
+def random(*shape, seed=5):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=T)
+
+
+def second(loss, A, D):
+    """`d²loss(A + tD)/dt²` by two reverse passes."""
+    A = A.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(A), A, create_graph=True)
+    (again,) = torch.autograd.grad((first * D).sum(), A)
+    return float((again * D).sum())
+
+
+def second_difference(loss, A, D, step=1e-3):
+    """The same by differences of fourth order, whose error is about eps/step² + step⁴."""
+    f = [float(loss(A + i * step * D)) for i in (-2, -1, 0, 1, 2)]
+    return (-f[0] + 16 * f[1] - 30 * f[2] + 16 * f[3] - f[4]) / (12 * step**2)
+
+
+def simple(values, j):
+    return sum(abs(x - values[j]) < 1e-9 for x in values) == 1
+
+
+CASES = [(values, k) for values in SPECTRA for k in range(1, len(values))]
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("solver", [None, Dense(), Lanczos()], ids=repr)
+@pytest.mark.parametrize(("values", "k"), CASES, ids=repr)
+def test_second_derivatives_of_simple_eigenvectors(values, k, solver, largest):
+    n = len(values)
+    w, D = random(n), random(n, n)
+    D = 0.3 * (D + D.mT)
+    for A in matrices(values):
+        A = A if largest else -A
+        for j in filter(lambda j: simple(values, j), range(k)):
+            order = dict(largest=largest, descending=largest)
+
+            def loss(A, j=j, order=order):
+                return (pmaf.ied(A, k, solver=solver, **order).vectors[:, j] @ w) ** 2
+
+            def truth(A, j=j):
+                vectors = torch.linalg.eigh(A).eigenvectors
+                return (vectors[:, n - 1 - j if largest else j] @ w) ** 2
+
+            expected = second_difference(truth, A, D)
+            assert second(loss, A, D) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("solver", [None, Dense(), Lanczos()], ids=repr)
+@pytest.mark.parametrize(
+    ("values", "k"), [(v, k) for v, k in CASES if v[k - 1] - v[k] > 1e-9], ids=repr
+)
+def test_derivatives_of_projectors(values, k, solver):
+    n = len(values)
+    C, D = random(n, n), random(n, n)
+    D = 0.3 * (D + D.mT)
+
+    def projected(V):
+        return ((V @ V.mT) * C).sum() ** 2
+
+    def loss(A):
+        return projected(pmaf.ied(A, k, solver=solver).vectors)
+
+    def truth(A):
+        return projected(torch.linalg.eigh(A).eigenvectors[:, n - k :])
+
+    for A in matrices(values):
+        expected = second_difference(truth, A, D)
+        assert second(loss, A, D) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        leaf = A.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf)
+        step = 1e-4
+        difference = (truth(A + step * D) - truth(A - step * D)) / (2 * step)
+        assert float((first * D).sum()) == pytest.approx(float(difference), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+def test_functions_of_values_and_vectors_are_finite_and_not_exact(dtype):
+    """V f(Λ) Vᵀ of equal eigenvalues: no rule that sees ∂L/∂λ and ∂L/∂v alone can be exact."""
+    A = torch.eye(2, dtype=dtype, requires_grad=True)
+    values, vectors = pmaf.ied(A, 2)
+    (found,) = torch.autograd.grad(((vectors * values) @ vectors.mT).sum(), A)
+    assert torch.isfinite(found).all()
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(A, 2))
+    assert float(solution.gap) == 0.0  # which says so
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize(
+    "rows",
+    [[[2, 0, 0], [0, 2, 0], [0, 0, 1]], [[2, 1, 0], [0, 2, 0], [0, 0, 1]], [[1, 0], [0, 1]]],
+    ids=["double", "defective", "identity"],
+)
+def test_a_repeated_dominant_eigenvalue_has_no_gradient(rows, dtype):
+    """Of a matrix that is not symmetric: zero, and not a number of the size of 1/eps."""
+    A = torch.tensor(rows, dtype=dtype, requires_grad=True)
+    with pytest.warns(pmaf.ConvergenceWarning):
+        found = pmaf.ied(A, symmetric=False)
+    (gradient,) = torch.autograd.grad((found.vectors * torch.arange(1.0, len(A) + 1)).sum(), A)
+    assert float(gradient.abs().max()) == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+# Of torch's own: jvp compiles its decompositions with torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("n", [2, 3, 5, 30])
+def test_nilpotent(n, dtype):
+    A = torch.diag(torch.ones(n - 1, dtype=dtype), 1).requires_grad_()
+    found = pmaf.ied(torch.stack([A, torch.ones(n, n, dtype=dtype)]), symmetric=False)
+    (gradient,) = torch.autograd.grad(found.vectors.sum() + found.values.sum(), A)
+    assert torch.isfinite(gradient).all()
+    _, tangent = torch.func.jvp(
+        lambda A: pmaf.ied(A, symmetric=False).vectors, (A.detach(),), (torch.ones_like(A),)
+    )
+    assert torch.isfinite(tangent).all()
