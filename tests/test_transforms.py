@@ -1,5 +1,6 @@
 """Every cell of the table in `tests/transforms.py`, and what does not fit into it."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ pytestmark = [
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_cell(row, column):
+def test_cell(row, column, caplog):
     if not excused(row, column):
+        caplog.set_level(logging.DEBUG, logger="pmaf")
         row.check(column)
+        if column.takes is not None:
+            ways = [x.getMessage() for x in caplog.records if x.name == "pmaf"]
+            solves = {way for way in ways if way.startswith(column.takes.split(":")[0])}
+            assert solves == {column.takes}
         return
     with pytest.raises(Exception, match=r"eager mode only|rule for reverse mode"):
         row.check(column)

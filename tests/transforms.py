@@ -40,6 +40,7 @@ class Column:
     eager_backward: bool = False  # its backward pass cannot
     reverse_only: bool = False  # rules for reverse mode
     tolerance: float = 1e-8
+    takes: str | None = None  # the way that every solve has to take, as it is logged
 
     def loss(self, *inputs: Tensor) -> Tensor:
         out = self.call(*inputs)
@@ -81,6 +82,85 @@ def _ied(name: str, k: int | None = None, **options: Any) -> Column:
     return Column(name, call, lambda: pmaf.IED(k, **options), inputs, **flags)
 
 
+class Family(nn.Module):
+    """Matrices of real size as a function of three numbers, and a layer on them.
+
+    So sized, whole Jacobians and Hessians are three numbers wide, and every check can be made.
+    """
+
+    def __init__(self, base: Tensor, layer: nn.Module, known: Tensor | None = None) -> None:
+        super().__init__()
+        # Numbers that float16 and bfloat16 can hold.
+        self.base = base.bfloat16().to(T)
+        noise = _seeded(3, *base.shape)
+        self.slopes = (noise + (noise.mT if base.shape[-1] == base.shape[-2] else 0)) / 64
+        self.known = known if known is None else known.bfloat16().to(T)
+        self.layer = layer
+
+    def forward(self, c: Tensor) -> Tensor:
+        A = self.base.to(c) + torch.tensordot(c, self.slopes.to(c), 1)
+        if self.known is not None:
+            b = self.known.to(c) * (1 + c.sum(-1, keepdim=True) / 8)
+            return self.layer(A, b)
+        values, vectors = self.layer(A)
+        return vectors + (values.unsqueeze(-1) if vectors.shape[-1] == A.shape[-1] else 0)
+
+
+def _sized(
+    name: str, takes: str, base: Tensor, layer: Callable[[], nn.Module], *known: Tensor
+) -> Column:
+    family = Family(base, layer(), *known)
+    return Column(
+        name,
+        lambda c: family(c),
+        lambda: copy.deepcopy(family),
+        lambda: (_seeded(4, 3).sin() / 4,),
+        takes=takes,
+    )
+
+
+def _spiked(n: int, *values: float) -> Tensor:
+    """A symmetric matrix with the given eigenvalues above a Wigner bulk in ±1."""
+    noise = _seeded(n, n)
+    vectors = torch.linalg.qr(noise)[0][:, : len(values)]
+    return (noise + noise.mT) / (8 * n) ** 0.5 + vectors * torch.tensor(
+        values, dtype=T
+    ) @ vectors.mT
+
+
+# One size for every way that a solve may take, in eager mode and under a transform alike.
+SIZED = [
+    _sized("ied, power steps, n = 128", "ied: power steps", _seeded(128, 128).abs(), pmaf.IED),
+    _sized(
+        "ied, nonsymmetric, power steps, n = 30",
+        "ied: power steps",
+        _seeded(30, 30).abs(),
+        lambda: pmaf.IED(symmetric=False),
+    ),
+    _sized("ied, decomposition, n = 130", "ied: decomposition", _spiked(130, 2.0), pmaf.IED),
+    _sized("ied, Krylov space, n = 450", "ied: Krylov space", _spiked(450, 3.0, 2.0), pmaf.IED),
+    _sized(
+        "ied, k=2, Krylov space, n = 450",
+        "ied: Krylov space",
+        _spiked(450, 8.0, 5.0),
+        lambda: pmaf.IED(2),
+    ),
+    _sized(
+        "ied, products, n = 60",
+        "products",
+        _spiked(60, 3.0, 2.0),
+        lambda: pmaf.IED(solver=pmaf.solvers.Krylov()),
+    ),
+    _sized(
+        "less, products, 90×60",
+        "products",
+        _seeded(90, 60),
+        lambda: pmaf.LESS(solver=pmaf.solvers.Krylov()),
+        2 * _seeded(90),
+    ),
+    _sized("less, factor, 300×210", "less: factor", _seeded(300, 210), pmaf.LESS, 3 * _seeded(300)),
+]
+
 # Always as many steps, so that rounding does not decide how often to differentiate.
 PATIENT = ProjectedGradient(regulariser=1e-30, tolerance=0.0, max_iterations=300)
 
@@ -101,6 +181,9 @@ COLUMNS = [
     _ied("ied, IFT J", gradient=IFT(exploit=False), eager_backward=True, reverse_only=True),
     _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
 ]
+
+
+COLUMNS += SIZED
 
 
 def close(found: Any, expected: Any, column: Column) -> None:
@@ -297,7 +380,7 @@ def check_fake(column: Column) -> None:
     inputs = column.inputs()
     real = column.call(*inputs)
     meta = column.call(*(x.to("meta") for x in inputs))
-    with torch._subclasses.FakeTensorMode() as mode:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = column.call(*(mode.from_tensor(x) for x in inputs))
     for x in (meta, fake):
         assert (x.shape, x.dtype, x.stride()) == (real.shape, real.dtype, real.stride())

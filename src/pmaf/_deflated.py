@@ -16,6 +16,7 @@ from torch import Tensor
 from pmaf._eager import plain
 from pmaf._linalg import dot, norm, safe, solve_factored
 from pmaf._neumann import neumann, rate_of
+from pmaf._paths import took
 from pmaf.solvers._loop import iterate
 from pmaf.solvers._products import SymmetricPart
 from pmaf.spectrum import merge_tolerance
@@ -77,6 +78,7 @@ def _solve(
     if factor is None and k == 1:
         rate = rate_of(None if gap is None else gap.reshape(-1), shift)
         w = neumann(part, shift, right, rate)
+        took("tangent: series" if w is not None else "tangent: no series")
     w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
     return w.reshape(*batch, k, n)
 
@@ -123,6 +125,7 @@ def _conjugate_gradients(
     # The recursive residual drifts from the true one; what counts is the latter.
     rest = right - clear(column * w - part.exact(w))
     done = (dot(rest, rest) <= 1e4 * target).all(-1)
+    took("tangent: conjugate gradients" if done.all() else "tangent: decomposition")
     if not done.all():
         left = ~done
         w[left] = _direct(part.matrix[left], shift[left], right[left])

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from pmaf._linalg import dot, norm
+from pmaf._paths import took
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.linalg.eigh`, or a closed form where that is faster and as good."""
     n = A.shape[-1]
     if n == 2 and A.numel() >= _TWO_FROM:
+        took("eigh: closed form, 2×2")
         return _eigh_two(A)
     if n == 3 and A.numel() >= _THREE_FROM and A.dtype == torch.float32 and A.is_cpu:
+        took("eigh: closed form, 3×3")
         values, vectors = _eigh_three(A.double())
         return values.float(), vectors.float()
     return torch.linalg.eigh(A)

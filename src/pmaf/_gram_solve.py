@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pmaf._linalg import dot, solve_factored
+from pmaf._paths import took
 from pmaf.spectrum import Spectrum, TangentSolver, merge_tolerance, singular_spectrum
 
 
@@ -94,6 +95,7 @@ def _factored_op(
         settled = dot(step, step) <= torch.maximum(eps * dot(z, z), rounding)
         if settled.all():
             return z.contiguous()
+    took("tangent: singular vectors")
     left = (~settled).any(-1)
     A = A.expand(*left.shape, *A.shape[-2:])[left]
     shift, gap, y, v = shift[left], gap[left], y[left], v[left]

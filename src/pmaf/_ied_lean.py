@@ -24,6 +24,7 @@ from pmaf._ied_attach import blame_range, full_precision, pullback
 from pmaf._ied_rules import EigenConditions, symmetric_product
 from pmaf._linalg import square_range, symmetric_part
 from pmaf._neumann import neumann
+from pmaf._paths import took
 from pmaf.gradients import Implicit
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers._dominant import Start, dominant
@@ -130,6 +131,7 @@ _FLAT = 0.6
 class _Lean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Tensor, largest: bool, steps: _Steps | None) -> tuple[Tensor, Tensor]:
+        took("ied: decomposition" if steps is None else "ied: power steps")
         if steps is None:
             values, vectors = _decomposed(A)
             end = -1 if largest else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pmaf._paths import took
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._dominant import Dominant, dominant, longest_row
 from pmaf.solvers._eigen import outcome, without_report
@@ -66,6 +67,7 @@ class Adaptive(Solver):
             start = longest_row(A, product)
             found = dominant(product, product, start, tolerance, False, is_positive)
             if found is not None:
+                took("ied: power steps")
                 return _outcome(problem, found, report)
         power, krylov = work >= self.power_from and k == 1, self.takes_krylov(work, n, k)
         if problem.symmetric and (power or krylov):
@@ -75,10 +77,12 @@ class Adaptive(Solver):
                 start = longest_row(part.matrix, part)
                 found = dominant(part, part.exact, start, tolerance, symmetric=True)
             if found is not None:
+                took("ied: power steps")
                 return _outcome(problem, found, report)
             if krylov:
                 both = _krylov(problem, part, tolerance)
                 if both is not None:
+                    took("ied: Krylov space")
                     found, factor = both
                     shape = (*problem.batch_shape, n, n)
                     return _outcome(problem, found, report)._replace(basis=factor.view(shape))

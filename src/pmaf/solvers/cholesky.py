@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, rmatvec
+from pmaf._paths import took
 from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._krylov import guess, solve_row
@@ -64,6 +65,7 @@ class Cholesky(Solver):
         gram, g = lower_gram(A), rmatvec(A, b)
         if m >= n and in_range(gram, g):
             init = None if init is None else init.expand(*batch, n).reshape(-1, n)
+            took("less: factor")
             found = self._solve_flat(A, b, gram, g, init, report)
         else:
             found = Secular().solve(problem, init=init, report=report)

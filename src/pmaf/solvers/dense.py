@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pmaf._paths import took
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import gap_of, without_report
 
@@ -31,6 +32,7 @@ class Dense(Solver):
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
+        took("ied: decomposition")
         return self._symmetric(problem, report) if problem.symmetric else self._general(problem)
 
     def any_scale(self, problem: PrincipalEigenvectors) -> bool:

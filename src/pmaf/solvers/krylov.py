@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf._paths import took
 from pmaf.errors import require_at_least
 from pmaf.solvers._base import Outcome, Solver
 
@@ -42,6 +43,7 @@ class Krylov(Solver):
         require_at_least("max_products", self.max_products, 1)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
+        took("products")
         return problem.search(self, init)
 
     def size(self, n: int, k: int = 1) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec, square_range
+from pmaf._paths import took
 from pmaf.errors import require_finite
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.spectrum import (
@@ -59,12 +60,15 @@ class Secular(Solver):
     ) -> Outcome:
         A, b = problem.matrix, problem.b
         if promoted(A.dtype, min(A.shape[-2:]), A.device):
+            took("less: eigenvectors, in float64")
             return self._promoted(A, b, init, report)
         gram = small_gram(A)
         g = rmatvec(A, b)
         if in_range(gram, g):
+            took("less: eigenvectors")
             return self._direct(A, b, gram, g, init)
         require_finite(A=(A, 2), b=(b, 1))
+        took("less: eigenvectors, rescaled")
         return self._rescaled(A, b, init)
 
     def advice(self) -> str:
@@ -116,6 +120,7 @@ class Secular(Solver):
         self, A: Tensor, b: Tensor, g: Tensor, init: Tensor | None, found: Outcome, bad: Tensor
     ) -> Outcome:
         """Solve the entries of the mask `bad` again, from singular vectors of `A` itself."""
+        took("less: singular vectors")
         m, n = A.shape[-2:]
         batch = bad.shape
         which = torch.arange(A.shape[:-2].numel(), device=A.device)

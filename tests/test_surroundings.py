@@ -1,0 +1,199 @@
+"""Whatever else is going on in the process: defaults, other classes, other threads."""
+
+import copy
+import dataclasses
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import pmaf
+from pmaf.gradients import DDN
+from pmaf.solvers import Lanczos, PowerIteration, Secular, SimultaneousIteration, Solver
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu")
+
+
+CALLS = {
+    "ied": lambda A: pmaf.ied(A).vectors,
+    "ied, k": lambda A: pmaf.ied(A, 2).vectors,
+    "ied, smallest": lambda A: pmaf.ied(A, largest=False).values,
+    "ied, nonsymmetric": lambda A: pmaf.ied(A.abs(), symmetric=False).vectors,
+    "ied, Lanczos": lambda A: pmaf.ied(A, 2, solver=Lanczos()).vectors,
+    "ied, PowerIteration": lambda A: pmaf.ied(A.abs(), solver=PowerIteration()).vectors,
+    "ied, SimultaneousIteration": lambda A: (
+        pmaf.ied(A @ A.mT, 2, solver=SimultaneousIteration()).values
+    ),
+    "less": lambda A: pmaf.less(A, A[..., 0]),
+    "less, b = 0": lambda A: pmaf.less(A, torch.zeros_like(A[..., 0])),
+    "less, wide": lambda A: pmaf.less(A[..., :3, :], A[..., :3, 0]),
+}
+
+
+# Sizes that no other test has, so that nothing is remembered of them.
+@pytest.mark.parametrize("n", [17, 131, 457])
+@pytest.mark.parametrize("name", CALLS)
+def test_default_device(name, n):
+    """Tensors on the CPU are solved there, wherever new tensors are made by default."""
+    if n == 457 and "Iteration" in name:
+        pytest.skip("hundreds of products of a large matrix, which show nothing more")
+    call, A = CALLS[name], random(n, n) + n**0.5 * torch.diag(torch.arange(n, 0, -1.0)) / n
+    with torch.device("meta"):
+        leaf = A.clone().requires_grad_()
+        inside = call(leaf)
+        weights = torch.cos(torch.arange(inside.numel(), device="cpu") + 1.0)
+        (gradient,) = torch.autograd.grad((inside.flatten() * weights).sum(), leaf)
+    leaf = A.clone().requires_grad_()
+    outside = call(leaf)  # what was remembered inside is of use outside
+    assert torch.equal(inside, outside)
+    (expected,) = torch.autograd.grad((outside.flatten() * weights).sum(), leaf)
+    torch.testing.assert_close(gradient, expected)
+
+
+def make_solver(iterations):
+    """A class that is defined anew with each call, as a notebook cell defines it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Solver):
+        serves = ("SphereLeastSquares",)
+        tag: int = 7
+
+        def solve(self, problem, *, init=None, report=True):
+            found = Secular().solve(problem, init=init, report=report)
+            nothing = found.basis[..., :0, :], found.spread[..., :0]
+            return found._replace(
+                iterations=torch.full_like(found.iterations, iterations),
+                basis=nothing[0],
+                spread=nothing[1],
+            )
+
+    return Mine()
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_class_that_is_defined_again(trace):
+    A, b = random(5, 3), random(5)
+    for iterations in (1, 2, 3):
+        solver = make_solver(iterations)
+
+        def count(A, b, solver=solver):
+            return pmaf.solve(pmaf.SphereLeastSquares(A, b), solver=solver).iterations
+
+        found = torch.func.vmap(count)(A[None], b[None])[0] if trace else count(A, b)
+        assert int(found) == iterations
+
+
+def test_the_first_class_is_still_itself():
+    first, second = make_solver(11), make_solver(12)
+    A, b = random(5, 3), random(5)
+    for solver, expected in ((second, 12), (first, 11)):
+        found = torch.func.vmap(
+            lambda A, b, solver=solver: (
+                pmaf.solve(pmaf.SphereLeastSquares(A, b), solver=solver).iterations
+            )
+        )(A[None], b[None])
+        assert int(found) == expected
+
+
+def test_a_class_of_a_name_that_is_taken():
+    """A user's own `Secular` and `Dense` are theirs alone."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Secular(Solver):
+        serves = ("SphereLeastSquares",)
+        other: str = "options"
+
+    @dataclasses.dataclass(frozen=True)
+    class Dense(Solver):
+        serves = ("PrincipalEigenvectors",)
+        other: str = "options"
+
+    A, b = random(4, 5, 3), random(4, 5)
+    assert torch.isfinite(torch.func.vmap(pmaf.less)(A, b)).all()
+    S = A.mT @ A
+    assert torch.isfinite(torch.func.vmap(lambda S: pmaf.ied(S).values)(S)).all()
+
+
+def test_options_without_a_literal():
+    """Fine in eager mode; a trace cannot carry them, and says so."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Weighted(Solver):
+        serves = ("SphereLeastSquares",)
+        weights: object = None
+
+        def solve(self, problem, *, init=None, report=True):
+            return Secular().solve(problem, init=init, report=report)
+
+    A, b = random(5, 3), random(5)
+    solver = Weighted(weights=object())
+    torch.testing.assert_close(pmaf.less(A, b, solver=solver), pmaf.less(A, b, solver=Secular()))
+    with pytest.raises(TypeError, match=r"cannot be traced, .* has no literal"):
+        torch.func.vmap(lambda A, b: pmaf.less(A, b, solver=solver))(A[None], b[None])
+
+
+@pytest.mark.parametrize("k", [None, 1, 3])
+@pytest.mark.parametrize("n", [4, 40, 130])
+@pytest.mark.parametrize("largest", [True, False])
+def test_results_can_be_written_to(n, k, largest):
+    A = (random(n, n).abs() + 0).requires_grad_()
+    values, vectors = pmaf.ied(A, k, largest=largest)
+    expected = vectors.detach() * 2
+    with torch.no_grad():
+        copies = vectors.detach().clone()
+    vectors.mul_(2)
+    values.mul_(2)
+    assert torch.equal(vectors, expected)
+    assert torch.equal(pmaf.ied(A, k, largest=largest).vectors, copies)
+    # Neither is what was remembered.
+    problem = pmaf.PrincipalEigenvectors(A.detach(), k, largest=largest)
+    solution = pmaf.solve(problem)
+    before = copy.deepcopy([solution.gap, solution.iterations, solution.converged])
+    for x in (solution.gap, solution.iterations, solution.residual):
+        x.fill_(9)
+    again = pmaf.solve(problem)
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip((again.gap, again.iterations, again.converged), before, strict=True)
+    )
+
+
+def test_a_dual_level_in_another_thread():
+    """The level of forward mode is shared by all threads; tangents are not."""
+    entered, done = threading.Event(), threading.Event()
+
+    def elsewhere():
+        with forward_ad.dual_level():
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        A = (random(4, 4) + 3 * torch.diag(torch.arange(4.0))).requires_grad_()
+        pmaf.ied(A, gradient=DDN()).vectors.sum().backward()
+        pmaf.less(A, A[0], gradient=DDN()).sum().backward()
+        assert torch.isfinite(A.grad).all()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_script_says_what_to_use():
+    for layer in (pmaf.IED(), pmaf.LESS(), torch.nn.Sequential(pmaf.IED(k=2))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError, match=r"torch\.compile, or torch\.export"):
+                torch.jit.script(layer)
+
+
+def test_the_way_is_logged(caplog):
+    caplog.set_level("DEBUG", logger="pmaf")
+    pmaf.ied(random(200, 200).abs())
+    assert caplog.messages == ["ied: power steps"]
