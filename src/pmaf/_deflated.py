@@ -140,6 +140,14 @@ def _deflated_fake(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
 
 @_deflated_op.register_vmap
 def _deflated_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
+    *_, v = args
+    if all(axis is None for axis in in_dims[:-1]):
+        # More right-hand sides for the same matrix: rows, not copies of the matrix.
+        A, shift, y, _ = args
+        rows = v.movedim(in_dims[-1] or 0, -3)
+        shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
+        z = deflated_solve(A, shifts, y, rows.flatten(-3, -2).contiguous())
+        return z.unflatten(-2, rows.shape[-3:-1]), z.dim() - 2
     moved = [
         x.unsqueeze(0) if axis is None else x.movedim(axis, 0) for x, axis in zip(args, in_dims)
     ]

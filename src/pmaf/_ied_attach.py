@@ -13,6 +13,7 @@ from pmaf import errors
 from pmaf._ied_rules import EigenConditions
 from pmaf._linalg import power_of_two, square_range
 from pmaf._solve import announce
+from pmaf._threads import OneThread
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
@@ -127,7 +128,7 @@ def solve_as_given(
     if not solver.any_scale(problem):
         require_range(A)
     try:
-        with full_precision(A):
+        with full_precision(A), OneThread(A):
             outcome = solver.solve(problem, init=init, report=report)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         blame_range(A)
@@ -221,7 +222,7 @@ class _Ied(torch.autograd.Function):
         A, y, values, *rest = ctx.saved_tensors
         helper = Helper(values, *rest)
         conditions = EigenConditions(A, y, values, d_values, ctx.symmetric, helper)
-        with full_precision(A):
+        with full_precision(A), OneThread(A):
             return pullback(conditions, ctx.gradient, v), *nothing
 
 

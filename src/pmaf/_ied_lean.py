@@ -25,6 +25,7 @@ from pmaf._ied_rules import EigenConditions, symmetric_product
 from pmaf._linalg import square_range, symmetric_part
 from pmaf._neumann import neumann
 from pmaf._paths import took
+from pmaf._threads import OneThread
 from pmaf.gradients import Implicit
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers._dominant import Start, dominant
@@ -65,7 +66,8 @@ def solve_lean(A: Tensor, largest: bool, way: Adaptive) -> tuple[Tensor, Tensor]
         steps = _power(A.detach(), largest, flat)
         if steps is None and way.takes_krylov(work, n, 1):
             return None
-    return _Lean.apply(A, largest, steps)  # pyright: ignore[reportReturnType]
+    with OneThread(A):
+        return _Lean.apply(A, largest, steps)  # pyright: ignore[reportReturnType]
 
 
 def _is_flat(A: Tensor) -> bool:
@@ -155,7 +157,7 @@ class _Lean(torch.autograd.Function):
         if d_value is None and v is None:
             return None, *nothing
         A, value, y, *kept = ctx.saved_tensors
-        with full_precision(A):
+        with full_precision(A), OneThread(A):
             if torch.is_grad_enabled():  # somebody will differentiate what follows
                 return _differentiably(A, value, y, kept, d_value, v, ctx.largest), *nothing
             z, rows = None, y.unsqueeze(-2)

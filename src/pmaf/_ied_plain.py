@@ -15,6 +15,7 @@ from torch import Tensor
 from pmaf._ied_attach import full_precision, pullback, solve_as_given
 from pmaf._ied_rules import EigenConditions
 from pmaf._solve import Solution
+from pmaf._threads import OneThread
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Solver
@@ -73,7 +74,7 @@ class _Ied(torch.autograd.Function):
         d_values = None if d_values is None else _columns(problem, d_values)
         helper = Helper(values.detach(), *rest)
         conditions = EigenConditions(A, y, values, d_values, problem.symmetric, helper)
-        with full_precision(A):
+        with full_precision(A), OneThread(A):
             return pullback(conditions, ctx.gradient, v), *nothing
 
 

@@ -12,6 +12,7 @@ from pmaf._eager import plain
 from pmaf._less_rules import LessConditions
 from pmaf._linalg import matvec
 from pmaf._solve import announce
+from pmaf._threads import OneThread
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
 from pmaf.solvers import Outcome, Solver
@@ -145,7 +146,7 @@ class _Less(torch.autograd.Function):
             return None, None, *nothing
         A, b, y, multiplier, *rest = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
-        with torch.autocast(A.device.type, enabled=False):
+        with torch.autocast(A.device.type, enabled=False), OneThread(A):
             helper = Helper(multiplier.unsqueeze(-1), *rest)
             conditions = LessConditions(A, b, y, matvec(A, y), helper)
             dA, db = ctx.gradient.pullback(conditions, incoming, needs)

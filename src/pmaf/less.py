@@ -19,6 +19,7 @@ from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf._rows import Rows, joined
 from pmaf._solve import Certificate, Solution, announce, require_products_suffice, require_rules
 from pmaf._spread import Parts, is_spread, whole
+from pmaf._threads import OneThread
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.operators import Matrix, Operator, as_operator
 from pmaf.operators._base import known_by_products
@@ -170,8 +171,9 @@ class SphereLeastSquares:
             init = None if init is None else init.float()
         # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
-        A, b, units = in_range(A, b, self.radius)
-        outcome = self._run_unit(A, b, solver, gradient, init, report, throw)
+        with OneThread(A):
+            A, b, units = in_range(A, b, self.radius)
+            outcome = self._run_unit(A, b, solver, gradient, init, report, throw)
         if units is not None:
             outcome = outcome._replace(
                 multiplier=scaled(outcome.multiplier, units), gap=scaled(outcome.gap, units)
