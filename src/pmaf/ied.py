@@ -276,7 +276,8 @@ class PrincipalEigenvectors:
         vectors = rows.mT
         if self.k is None:
             values, vectors = values.squeeze(-1), vectors.squeeze(-1)
-        return Solution(vectors, values, *outcome[2:6])
+        # The compiler of torch 2.7 cannot slice a named tuple.
+        return Solution(vectors, values, *tuple(outcome)[2:6])
 
     @property
     def flipped(self) -> bool:

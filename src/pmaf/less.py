@@ -180,7 +180,8 @@ class SphereLeastSquares:
             text = encode(solver.resolve(self))
             outcome = attach(A, b, init, text, gradient, report, throw)
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
-        return Solution(value.to(dtype), *outcome[1:6])
+        # The compiler of torch 2.7 cannot slice a named tuple.
+        return Solution(value.to(dtype), *tuple(outcome)[1:6])
 
     def _run_operator(
         self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
