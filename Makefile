@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-portable bench lint format clean
+.PHONY: demo test test-long test-portable test-versions bench lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
@@ -14,6 +14,9 @@ test-long: .venv/ready
 
 test-portable: .venv/ready
 	$(BIN)/python -m tests.portable
+
+test-versions: .venv/ready
+	$(BIN)/python -m tests.versions
 
 bench: .venv/ready
 	$(BIN)/pmaf bench
