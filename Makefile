@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long bench lint format clean
+.PHONY: demo test test-long test-portable test-versions bench lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
@@ -11,6 +11,12 @@ test: lint
 
 test-long: .venv/ready
 	$(BIN)/python -m pytest -m long -s
+
+test-portable: .venv/ready
+	$(BIN)/python -m tests.portable
+
+test-versions: .venv/ready
+	$(BIN)/python -m tests.versions
 
 bench: .venv/ready
 	$(BIN)/pmaf bench

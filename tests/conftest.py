@@ -1,6 +1,7 @@
 import os
 
-# Before NumPy and torch start their thread pools: the workers share the cores.
+# The variables have to be set before NumPy and torch start their thread pools. The workers share
+# the cores, so each takes one thread unless the environment asks for another number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -9,8 +10,8 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread_per_worker():
-    torch.set_num_threads(1)
+def threads_of_the_environment():
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 
 @pytest.fixture(autouse=True)

@@ -175,6 +175,25 @@ def test_unrolling_converges_to_the_implicit_gradient(name):
 
 
 @takes_every_step
+@pytest.mark.parametrize("size", [(2, 2), (5, 3), (6, 4)], ids=str)
+def test_unrolling_survives_steps_of_rounding(size):
+    """All of these have reached rounding long before the last step, and go on in it."""
+    cases = [gaussian(*size, 0.4, seed) for seed in range(64)]
+    single = [torch.stack(x).float().requires_grad_() for x in zip(*cases)]
+    double = [x.detach().double().requires_grad_() for x in single]
+    solution = pmaf.solve(pmaf.SphereLeastSquares(*double))
+    expected = torch.autograd.grad(solution.value.sum(), double)
+    solver = replace(PATIENT, regulariser=1e-30, max_iterations=1000)  # float32 has no 1e-60
+    u = pmaf.less(*single, solver=solver, gradient=Unroll())
+    found = torch.autograd.grad(u.sum(), single)
+    # The gradient solves a linear system with the curvature on the tangent space.
+    condition = (pmaf.SphereLeastSquares(*double).scale() / solution.gap).detach()
+    for x, y in zip(found, expected):
+        error = (x - y).flatten(1).norm(dim=1) / y.flatten(1).norm(dim=1)
+        assert (error <= 4 * torch.finfo(torch.float32).eps * condition).all()
+
+
+@takes_every_step
 @pytest.mark.parametrize("solver", METHODS.values(), ids=METHODS)
 def test_unrolling_records_the_iterations_of_every_paper_method(solver):
     A, b = (x.requires_grad_() for x in gaussian(6, 4, 0.4))

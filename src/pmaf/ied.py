@@ -312,7 +312,9 @@ class PrincipalEigenvectors:
             values, vectors = values.squeeze(-1), rows.squeeze(-2) * signs
         else:
             vectors = rows.mT * signs.unsqueeze(-2)
-        return Solution(vectors, values.clone() if self.largest else -values, *outcome[2:6])
+        values = values.clone() if self.largest else -values
+        # The compiler of torch 2.7 cannot slice a named tuple.
+        return Solution(vectors, values, *tuple(outcome)[2:6])
 
     @property
     def flipped(self) -> bool:

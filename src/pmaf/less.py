@@ -179,7 +179,8 @@ class SphereLeastSquares:
                 multiplier=scaled(outcome.multiplier, units), gap=scaled(outcome.gap, units)
             )
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
-        return Solution(value.to(dtype), *outcome[1:6])
+        # The compiler of torch 2.7 cannot slice a named tuple.
+        return Solution(value.to(dtype), *tuple(outcome)[1:6])
 
     def _run_unit(
         self,

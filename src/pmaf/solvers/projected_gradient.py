@@ -83,8 +83,9 @@ class ProjectedGradient(Solver):
             require_finite(A=(problem.matrix, 2), b=(problem.b, 1))
         start = self.start(problem, init)
         inner = norm(problem.unconstrained()) < 1 if self.direction_weight else None
+        recorded = scale.detach() if scale.requires_grad else None
         run = iterate(
-            lambda state: self.advance(problem, state, inner),
+            lambda state: self.advance(problem, state, inner, recorded),
             start,
             active=torch.ones_like(start.objective, dtype=torch.bool),
             max_iterations=self.max_iterations,
@@ -115,11 +116,16 @@ class ProjectedGradient(Solver):
         return self._at(problem, torch.where(nowhere, torch.ones_like(point), point))
 
     def advance(
-        self, problem: SphereLeastSquares, state: Iterate, inner: Tensor | None = None
+        self,
+        problem: SphereLeastSquares,
+        state: Iterate,
+        inner: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> tuple[Iterate, Tensor]:
         """One step, and which entries it is the last one for.
 
         `inner` says which problems have `‖A⁺b‖ < 1`; only the direction weight asks.
+        `scale` bounds the curvature; only a derivative through the step asks.
         """
         A, u = problem.matrix, state.u
         gradient = rmatvec(A, state.residual)
@@ -137,7 +143,16 @@ class ProjectedGradient(Solver):
         if self.search is not None:
             eta, score = self.search.shrink(ray, eta, weight)
             settled = self.search.settled(score)
-        following = self._at(problem, u + (weight * eta).unsqueeze(-1) * direction)
+        move = (weight * eta).unsqueeze(-1) * direction
+        if scale is not None:
+            # A point is known to eps, so a shorter direction than this is all rounding, and the
+            # length of the step a quotient of roundings. A product of the derivatives of such
+            # steps grows without bound. That of a step of length 1/scale only contracts, towards
+            # the derivative of the same fixed point.
+            rounding = norm(direction.detach()) <= torch.finfo(scale.dtype).eps * scale
+            short = (direction - direction.detach()) / scale.unsqueeze(-1)
+            move = torch.where(rounding.unsqueeze(-1), move.detach() + short, move)
+        following = self._at(problem, u + move)
         steady = (following.objective - state.objective).abs() < self.tolerance
         return following, steady | settled
 
