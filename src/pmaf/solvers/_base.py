@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -90,8 +91,10 @@ def _write(x: Any) -> str:
         names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]
         options = ", ".join([f"{name}={_write(getattr(x, name))}" for name in names])
         return f"{type(x).__name__}({options})"
-    if isinstance(x, float):
-        # Infinity has no literal; NumPy's floats print as calls.
+    # NumPy's numbers print as calls, and infinity has no literal.
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        return repr(int(x))
+    if isinstance(x, numbers.Real) and not isinstance(x, bool):
         return "1e999" if x == math.inf else repr(float(x))
     return repr(x)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_at_least
+from pmaf.errors import require_at_least, require_tolerance
 from pmaf.solvers._base import Outcome, Solver
 
 
@@ -40,6 +40,7 @@ class Krylov(Solver):
         if self.dimension is not None:
             require_at_least("dimension", self.dimension, 4)
         require_at_least("max_products", self.max_products, 1)
+        require_tolerance("tolerance", self.tolerance)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return problem.search(self, init)
