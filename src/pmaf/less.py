@@ -54,7 +54,7 @@ class SphereLeastSquares:
             errors.require_matrix("A", A)
         errors.require_vector("b", b, "m")
         errors.require_alike("A", A, "b", b)
-        errors.require_positive("radius", self.radius)
+        object.__setattr__(self, "radius", errors.require_positive("radius", self.radius))
         if A.shape[-2] != b.shape[-1]:
             column = b.dim() > 1 and b.shape[-1] == 1 and b.shape[-2] == A.shape[-2]
             raise ValueError(
@@ -288,8 +288,7 @@ class LESS(nn.Module):
         gradient: Gradient | None = None,
     ) -> None:
         super().__init__()
-        errors.require_positive("radius", radius)
-        self.radius = radius
+        self.radius = errors.require_positive("radius", radius)
         self.solver = solver or Auto()
         self.gradient = gradient or Implicit()
 
