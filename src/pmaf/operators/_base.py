@@ -87,7 +87,11 @@ class Operator(ABC):
 
         return Sum(self, as_operator(other))
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Operator:
+        # The sum() of Python starts from zero.
+        if isinstance(other, int) and other == 0:
+            return self
+        return self + other
 
     def __sub__(self, other: Any) -> Operator:
         return self + -1 * as_operator(other)

@@ -49,7 +49,8 @@ class FromMatvec(Operator):
         self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
         self.params = tuple(params)
         floating = [x for x in self.params if x.is_floating_point()]
-        first = (floating or [torch.empty(0)])[0]
+        # Without params the vectors live on the CPU, whatever torch.set_default_device says.
+        first = (floating or [torch.empty(0, device="cpu")])[0]
         self._dtype, self._device = dtype or first.dtype, torch.device(device or first.device)
 
     @property
@@ -113,6 +114,20 @@ class FromMatvec(Operator):
         width: int,
     ) -> Tensor:
         image = function(u, *params)
+        # A DTensor takes part in products with DTensors; anything else that is no tensor, or one
+        # of other numbers, would be an error somewhere in the search that names nothing.
+        if not isinstance(image, Tensor):
+            raise TypeError(
+                f"{name} returned {'None' if image is None else type(image).__name__} for u of "
+                f"shape {tuple(u.shape)}; return a torch.Tensor of {u.dtype}"
+                + (" (torch.from_numpy converts it)" if hasattr(image, "__array__") else "")
+            )
+        if image.dtype != u.dtype or image.device != u.device:
+            raise TypeError(
+                f"{name} returned {image.dtype} on {image.device} for u of {u.dtype} on {u.device};"
+                " return the dtype and the device of u, for example with .to(u), or say what they "
+                f"are with FromMatvec(..., dtype={image.dtype})"
+            )
         if image.shape != (*u.shape[:-1], width):
             raise ValueError(
                 f"{name} returned shape {tuple(image.shape)} for u of shape {tuple(u.shape)}; an "

@@ -60,7 +60,10 @@ def right_product(A: Tensor, x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def fixed_rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Two directions `(2, n)` without structure, the same for every call."""
-    generator = torch.Generator().manual_seed(0)
+    # Drawn on the CPU whatever torch.set_default_device says: rows that are remembered must not
+    # depend on it.
+    generator = torch.Generator(device="cpu").manual_seed(0)
     # Inference tensors could not be used in a later training step.
     with torch.inference_mode(False):
-        return torch.randn(2, n, generator=generator, dtype=torch.float64).to(device, dtype)
+        rows = torch.randn(2, n, generator=generator, dtype=torch.float64, device="cpu")
+        return rows.to(device, dtype)
