@@ -303,7 +303,67 @@ class TestWarmStarts:
         init = torch.zeros(3000, dtype=dtype)
         init[start] = 1
         found = pmaf.ied(A, init=init)
-        assert float(found.values) == pytest.approx(1.2, rel=1e-6)
+        assert float(found.values) == pytest.approx(1.2, rel=32 * torch.finfo(dtype).eps)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+    @pytest.mark.parametrize("symmetric", [True, False])
+    @pytest.mark.parametrize("gap", [1e-2, 1e-3, -2.01], ids=["near", "nearer", "negative"])
+    def test_whatever_place_it_has_a_vector_that_has_been_overtaken_is_left(
+        self, gap, symmetric, dtype
+    ):
+        """In hundreds of places: the part of a fixed start along the new one is small in some.
+
+        One by one, since a batch goes on until the last entry is done.
+        """
+        n = 1000
+        generator = torch.Generator().manual_seed(0)
+        eps = torch.finfo(dtype).eps
+        for i in range(200 if dtype == torch.float32 and not symmetric else 40):
+            d = 0.9 * torch.rand(n, generator=generator, dtype=F64)
+            old, new = torch.randperm(n, generator=generator)[:2]
+            d[old], d[new] = 1, 1 + gap
+            init = torch.zeros(n, dtype=dtype)
+            init[old] = 1
+            A = Diagonal(d.to(dtype) if gap > 0 or not symmetric else -d.to(dtype))
+            found = pmaf.solve(pmaf.PrincipalEigenvectors(A, symmetric=symmetric), init=init)
+            assert found.converged, i
+            assert float(found.multiplier.abs()) == pytest.approx(abs(1 + gap), rel=32 * eps), i
+
+    @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+    def test_so_is_one_among_complex_eigenvalues(self, dtype):
+        """They fill a disk, where powers of a matrix tell eigenvalues apart slowly."""
+        pairs, B = 150, 16
+        generator = torch.Generator().manual_seed(1)
+        angle = math.pi * torch.rand(B, pairs, generator=generator, dtype=F64)
+        radius = 0.9 * torch.rand(B, pairs, generator=generator, dtype=F64).sqrt()
+        x, y = radius * angle.cos(), radius * angle.sin()
+        entry = torch.arange(B)
+        scale = torch.ones(B, pairs, 2, dtype=F64)
+        init = torch.zeros(B, pairs, 2, dtype=dtype)
+        for place, value in ((entry, 1.01), (entry + 7, 1.0)):
+            x[entry, place], y[entry, place], scale[entry, place, 1] = value, 0, 0.5
+        init[entry, entry + 7, 0] = 1
+        x, y, scale = (z.to(dtype) for z in (x, y, scale))
+
+        def matvec(u):
+            a, b = u.reshape(B, pairs, 2).unbind(-1)
+            return (scale * torch.stack([x * a - y * b, y * a + x * b], -1)).reshape(u.shape)
+
+        A = FromMatvec(matvec, (B, 2 * pairs, 2 * pairs), dtype=dtype)
+        problem = pmaf.PrincipalEigenvectors(A, symmetric=False)
+        found = pmaf.solve(problem, init=init.reshape(B, -1))
+        assert found.converged.all()
+        wanted = torch.full((B,), 1.01, dtype=dtype)
+        rtol = 32 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found.multiplier, wanted, rtol=rtol, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+    def test_a_space_that_is_everything_has_converged(self, dtype):
+        """What is left of a residual there is rounding, which may be above the tolerance."""
+        generator = torch.Generator().manual_seed(0)
+        d = 0.9 * torch.rand(200, 50, generator=generator, dtype=F64).to(dtype)
+        d[:, 7], d[:, 20] = 1, 1.001
+        assert pmaf.solve(pmaf.PrincipalEigenvectors(Diagonal(d), symmetric=False)).converged.all()
 
     def test_several_vectors(self):
         A = Diagonal(ladder(3000))

@@ -67,7 +67,7 @@ class Minimum:
         beside = aside @ inside @ aside + (scale + gap)[:, None, None] * (y.mT @ y)
         curvature = torch.linalg.eigvalsh(beside)[:, 0]
         multiplier = (gap - theta[:, 0]).unsqueeze(-1)
-        return Inside(multiplier, row, kept, gap, scale, scale, curvature)
+        return Inside(multiplier, row, kept, gap, scale, theta[:, :0], curvature)
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images + values.unsqueeze(-1) * rows - self.g

@@ -225,7 +225,7 @@ class PrincipalEigenvectors:
         self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
     ) -> Solution:
         require_products_suffice(A, solver, gradient)
-        if is_spread(self.reference):
+        if self.reference is not None and is_spread(self.reference):
             # Every rank looks at all of it, so that all of them raise the error or none.
             errors.require_finite(reference=(whole(self.reference), 1))
         if 0 in self.batch_shape:
