@@ -268,3 +268,158 @@ def test_no_word_about_sparse_tensors_in_a_fresh_process():
     )
     assert run.returncode == 0, run.stderr
     assert re.match(r"(1\.0|0\.99999)", run.stdout)
+
+
+def mirrored(A, B, flaw, dtype=F64):
+    """A function and what is said to be its transpose."""
+    A, B = A.to(dtype), B.to(dtype)
+    m, n = A.shape[-2:]
+    batch = A.shape[:-2]
+    return FromMatvec(
+        lambda u: (A @ u.unsqueeze(-1)).squeeze(-1),
+        (*batch, m, n),
+        rmatvec=lambda u: flaw((B.mT @ u.unsqueeze(-1)).squeeze(-1)),
+        dtype=dtype,
+    )
+
+
+FLAWS = {
+    "the sign": lambda x: -x,
+    "a factor": lambda x: 1.01 * x,
+    "twice": lambda x: 2 * x,
+    "nothing": lambda x: 0 * x,
+    "the order": lambda x: x.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("c", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("flaw", FLAWS.values(), ids=FLAWS.keys())
+def test_a_wrong_transpose_is_found_out(flaw, c, dtype):
+    A, b = c * randn(12, 12), c * randn(12, seed=1).to(dtype)
+    X = c * randn(30, 12)
+    wrong, data = mirrored(A, A, flaw, dtype), mirrored(X, X, flaw, dtype)
+    y = torch.ones(12, dtype=dtype) / 12**0.5
+    calls = (
+        lambda: pmaf.less(wrong, b),
+        lambda: pmaf.less(data, torch.ones(30, dtype=dtype)),
+        lambda: pmaf.ied(wrong),
+        lambda: pmaf.ied(wrong, symmetric=False),
+        lambda: pmaf.ied(Gram(data)),
+        lambda: pmaf.ied(2 * wrong + Matrix(A.to(dtype)), largest=False),
+        lambda: pmaf.certify(pmaf.SphereLeastSquares(wrong, b), y),
+        lambda: pmaf.certify(pmaf.PrincipalEigenvectors(wrong, symmetric=False), y),
+        lambda: pmaf.certify(pmaf.PrincipalEigenvectors(Gram(data)), y),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="is not the transpose of its matvec.*correct it"):
+            call()
+
+
+def test_a_wrong_transpose_of_one_batch_entry_is_found_out():
+    A = randn(5, 12, 12)
+    B = A.clone()
+    B[3] = -B[3]
+    with pytest.raises(ValueError, match="is not the transpose"):
+        pmaf.less(mirrored(A, B, lambda x: x), randn(5, 12, seed=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_a_right_transpose_is_not_accused(dtype):
+    for seed in range(20):
+        for shape in ((12, 12), (40, 300), (3, 20, 30)):
+            A = randn(*shape, seed=seed) * torch.logspace(-6, 0, shape[-1], dtype=F64)
+            b = torch.ones(*shape[:-1], dtype=dtype)
+            operator = mirrored(A, A, lambda x: x, dtype)
+            problem = pmaf.SphereLeastSquares(operator, b)
+            pmaf.certify(problem, pmaf.less(A.to(dtype), b))
+
+
+@pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+def test_products_in_short_floats_are_not_accused():
+    """They are what they are: of as few digits from both sides."""
+    M = randn(200, 200, dtype=torch.float32)
+    M = M + M.mT
+    A = FromMatvec(lambda u: (u @ M).half().float(), (200, 200), rmatvec=lambda u: u @ M)
+    pmaf.ied(A)
+    M64 = M.double()
+    single = FromMatvec(
+        lambda u: (u.float() @ M).double(), (200, 200), rmatvec=lambda u: u @ M64, dtype=F64
+    )
+    pmaf.ied(single, solver=Krylov(tolerance=1e-6))
+
+
+class Bare(pmaf.operators.Operator):
+    """Of somebody else: with its own rmatvec, or without one and said to be symmetric."""
+
+    def __init__(self, A, symmetric=False):
+        self.A, self.symmetric = A, symmetric
+
+    @property
+    def shape(self):
+        return self.A.shape
+
+    @property
+    def tensors(self):
+        return (self.A,)
+
+    def with_tensors(self, tensors):
+        return type(self)(*tensors, self.symmetric)
+
+    def matvec(self, rows):
+        return rows @ self.A.mT
+
+
+class Own(Bare):
+    def rmatvec(self, rows):
+        return rows @ self.A.mT
+
+
+class Mended(Matrix):
+    """One of the library's, with something of somebody else."""
+
+    def rmatvec(self, rows):
+        return 2 * super().rmatvec(rows)
+
+    def with_tensors(self, tensors):
+        return Mended(*tensors)
+
+
+def test_classes_of_users_are_asked_as_well():
+    A = randn(9, 9)
+    with pytest.raises(ValueError, match="is not the transpose"):
+        pmaf.less(Mended(A), randn(9))
+    for call in (
+        lambda: pmaf.ied(Bare(A, symmetric=True)),
+        lambda: pmaf.ied(3 * Bare(A, symmetric=True) + Matrix(A)),
+        lambda: pmaf.less(Bare(A, symmetric=True), randn(9)),
+    ):
+        with pytest.raises(ValueError, match="says that it is symmetric and is not.*implement rma"):
+            call()
+    with pytest.raises(ValueError, match="is not the transpose"):
+        pmaf.ied(Own(A), symmetric=False)
+    S = A + A.mT
+    for operator in (Bare(S, symmetric=True), Own(S)):
+        torch.testing.assert_close(pmaf.ied(operator).values, pmaf.ied(S).values)
+
+
+def test_only_what_is_taken_on_trust_is_asked():
+    """Of the library's own operators every product counts."""
+    for operator in (
+        Gram(randn(9, 4)),
+        Matrix(randn(4, 4)),
+        Diagonal(randn(4)) - Matrix(randn(4, 4)),
+    ):
+        assert not list(operator.claims())
+    calls = []
+
+    def matvec(u):
+        calls.append("A")
+        return 2 * u
+
+    def rmatvec(u):
+        calls.append("Aᵀ")
+        return 2 * u
+
+    pmaf.ied(FromMatvec(matvec, (40, 40), rmatvec=rmatvec))
+    assert calls.count("Aᵀ") == 1

@@ -128,6 +128,7 @@ def find_eigenvectors(
     """The largest eigenvalues of an operator, or the dominant one; vectors come as rows."""
     A = rows.A
     batch, n = A.batch_shape, A.shape[-1]
+    rows.require_transposes(solver.tolerance_of(A.dtype))
     product = rows.of_symmetric_part if symmetric else rows
     guards = 1 if init is not None and k < n else 0
     start = _start(A, k, guards, init)

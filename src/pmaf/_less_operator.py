@@ -85,6 +85,7 @@ class _Searches:
     def __init__(self, rows: Rows, b: Tensor, solver: Krylov) -> None:
         self.rows, self.solver, self.products = rows, solver, 1
         self.n, B = rows.A.shape[-1], rows.entries
+        rows.require_transposes(solver.tolerance_of(rows.A.dtype))
         g = rows.pulled(b)
         if not torch.isfinite(g).all():
             require_finite(b=(_spread.local(b), 1))

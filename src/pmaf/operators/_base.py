@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,16 @@ class Operator(ABC):
                 )
             found = iter(torch.autograd.grad(image, wanted, left, allow_unused=True))
         return [next(found) if need else None for need in needs]
+
+    def claims(self) -> Iterator[Operator]:
+        """The operators in it whose products with the transpose have to be taken on trust.
+
+        Those of a class from elsewhere that has its own `rmatvec`, or says that it is symmetric.
+        """
+        kind = type(self)
+        ours = all(f.__module__.startswith("pmaf.") for f in (kind.matvec, kind.rmatvec))
+        if not ours and (self.symmetric or kind.rmatvec is not Operator.rmatvec):
+            yield self
 
     @property
     def dtype(self) -> torch.dtype:

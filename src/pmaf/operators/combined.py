@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import chain
 from operator import add
 
 import torch
@@ -48,6 +49,9 @@ class Sum(Operator):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
         pairs = zip(self.parts, _split(self.parts, tensors))
         return Sum(*(part.with_tensors(own) for part, own in pairs))
+
+    def claims(self) -> Iterator[Operator]:
+        return chain.from_iterable(part.claims() for part in self.parts)
 
     def matvec(self, rows: Tensor) -> Tensor:
         return reduce(add, (part.matvec(rows) for part in self.parts))
@@ -97,6 +101,9 @@ class Scaled(Operator):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Scaled:
         return Scaled(self.part.with_tensors(tensors), self.factor)
+
+    def claims(self) -> Iterator[Operator]:
+        return self.part.claims()
 
     def matvec(self, rows: Tensor) -> Tensor:
         return self.factor * self.part.matvec(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class Gram(Operator):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Gram:
         return Gram(self.X.with_tensors(tensors), self.scale)
+
+    def claims(self) -> Iterator[Operator]:
+        return self.X.claims()
 
     def matvec(self, rows: Tensor) -> Tensor:
         image = self.X.rmatvec(self.X.matvec(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class FromMatvec(Operator):
         return FromMatvec(
             self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
         )
+
+    def claims(self) -> Iterator[Operator]:
+        # What autograd makes of matvec is its transpose.
+        if self._rmatvec is not None:
+            yield self
 
     def matvec(self, rows: Tensor) -> Tensor:
         return self._by_row("matvec", self._matvec, rows, self._shape[-2])
