@@ -448,15 +448,6 @@ class TestHonesty:
         assert not solution.converged
         assert float(solution.multiplier) == pytest.approx(2**0.5)
 
-    def test_a_gradient_without_digits_says_so(self):
-        """AᵀA knows the square of the smallest singular value, 1e-3.5, to no digit."""
-        left, right = (torch.linalg.qr(randn(n, 10, seed=n))[0] for n in (20, 10))
-        A = (left * torch.logspace(-3.5, 0, 10, dtype=F64) @ right.T).float().requires_grad_()
-        b = A.detach() @ (0.5 * torch.nn.functional.normalize(randn(10).float(), dim=0))
-        u = pmaf.less(Matrix(A), b)
-        with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
-            (weights(u) * u).sum().backward()
-
     def test_products_that_are_worth_less_than_the_tolerance_do_not_converge(self):
         M = randn(600, 600, dtype=torch.float32) / 600**0.5
         M = M + M.mT + 0.01

@@ -30,6 +30,8 @@ class Rows:
         # What a search has seen of the matrix, for the backward pass.
         self.scale = torch.zeros(self.entries, device=A.device)
         self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
+        # What the backward pass of LESS solves with where products do not do.
+        self.by_entries: Any = None
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.lower(self.A.matvec(self.lift(rows)), rows)
@@ -169,8 +171,8 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
         )
     raise ValueError(
         f"rmatvec of {A!r} is not the transpose of its matvec: {found} for vectors without "
-        "structure; correct it, or leave it out of FromMatvec, and autograd finds the transpose. If "
-        "products are meant to be this inexact, pass Krylov(tolerance=...) with what they are worth"
+        "structure; correct it, or leave it out of FromMatvec, and autograd finds the transpose. "
+        "If products are meant to be inexact, pass Krylov(tolerance=...) with what they are worth"
     )
 
 
