@@ -13,6 +13,7 @@ from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Sparse
 from pmaf.solvers import Auto, Krylov
 from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
 from tests.less_cases import DEGENERATE, REGULAR
+from tests.oracles import differences
 
 F64 = torch.float64
 DIMENSION = 40  # of the space, where vectors are long
@@ -223,6 +224,87 @@ def test_entries_whose_squares_leave_the_range_of_float32():
         values, vectors = pmaf.ied(Diagonal(c * d))
         assert float(values) == pytest.approx(1.5 * c, rel=1e-6)
         assert float(vectors[7]) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("c", [1e-34, 1e-30, 1e-22, 1e-18, 1e-10, 1e10, 1e17])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Gram,
+        lambda X: Gram(X, scale=0.3),
+        lambda X: 2.0 * Gram(X) + 0.5 * Gram(X[:7]),
+        lambda X: Gram(Matrix(X) - LowRank(torch.ones_like(X[:, :1]).mT, X.mean(0, keepdim=True))),
+    ],
+    ids=["", "scaled", "sum", "centred"],
+)
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("largest", [True, False])
+def test_squares_that_leave_the_range_of_float32(make, k, largest, c):
+    """The value may be zero then; the vectors and their gradients do not depend on it."""
+    X = randn(20, 8)
+    found = []
+    for data in ((c * X).float(), X):
+        leaf = data.clone().requires_grad_()
+        problem = pmaf.PrincipalEigenvectors(make(leaf), k, largest)
+        solution = pmaf.solve(problem)
+        assert solution.converged
+        (solution.value * weights(solution.value)).sum().backward()
+        found.append((solution.value.detach().double(), leaf.grad.double()))
+    size = problem.A.matvec(X[:1] / X[:1].norm()).detach().norm()
+    gap = float(solution.gap / size)
+    eps = torch.finfo(torch.float32).eps
+    atol = 100 * eps / min(gap, 1)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=atol)
+    wanted = found[1][1] / c
+    if float(wanted.abs().max()) < torch.finfo(torch.float32).max:
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(found[0][1], wanted, rtol=0, atol=10 * atol * scale)
+
+
+def test_every_entry_of_a_batch_has_its_own_unit():
+    X = randn(3, 20, 8)
+    c = torch.tensor([1e-30, 1.0, 1e15], dtype=F64)[:, None, None]
+    found = pmaf.solve(pmaf.PrincipalEigenvectors(Gram((c * X).float())))
+    assert found.converged.all()
+    torch.testing.assert_close(found.value.double(), pmaf.ied(X.mT @ X).vectors, rtol=0, atol=1e-4)
+
+
+def test_what_leaves_the_range_altogether_is_an_error_that_says_what_to_do():
+    X, b = randn(20, 8).float(), randn(20, seed=1).float()
+    with pytest.raises(ValueError, match=r"overflows torch.float32, scale down"):
+        pmaf.ied(Gram(1e25 * X))
+    for c, word in ((1e-30, "underflow.*multiply A and b"), (1e25, "overflows.*scale it down")):
+        with pytest.raises(ValueError, match=word):
+            pmaf.less(Matrix(c * X), c * b)
+    zero = pmaf.solve(pmaf.SphereLeastSquares(Matrix(0 * X), 0 * b))
+    assert float(zero.value.norm()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("largest", [True, False])
+def test_gradients_of_what_happens_inside_the_span(k, largest):
+    """A loss that turns the vectors among themselves, beside finite differences."""
+    A, W = randn(12, 12), randn(k, k, seed=1)
+    reference = pmaf.ied(A, k, largest=largest).vectors
+
+    def loss(A):
+        y = pmaf.ied(A, k, largest=largest, reference=reference).vectors
+        return (W * (reference.mT @ y)).sum()
+
+    leaf = A.clone().requires_grad_()
+    y = pmaf.ied(Matrix(leaf), k, largest=largest, reference=reference).vectors
+    (W * (reference.mT @ y)).sum().backward()
+    wanted = differences(loss, A)
+    torch.testing.assert_close(leaf.grad, wanted, rtol=0, atol=1e-7 * float(wanted.abs().max()))
+
+
+def test_eigenvalues_closer_than_rounding_of_the_largest_count_as_one():
+    """Of a matrix of size 1e6 two small eigenvalues that differ by 1e-12 have no vectors."""
+    d = torch.cat([torch.tensor([1.0, 1 + 1e-12]), torch.linspace(2e5, 1e6, 30)]).double()
+    A = torch.diag(d).requires_grad_()
+    y = pmaf.ied(Matrix(A), 2, largest=False).vectors
+    (randn(32, 2) * y).sum().backward()
+    assert float(A.grad.abs().max()) < 1e3
 
 
 @pytest.mark.parametrize("v_scale", [1e-25, 1.0, 1e20])

@@ -135,17 +135,12 @@ def find_eigenvectors(
     found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
-        # Too large or too small to be squared: once more in other units.
-        unit = rows.unit(product(start))
-        found = search_eigenvectors(
-            lambda x: product(x) / unit[:, None, None], start, k, symmetric, solver, rows, guards
-        )
-        found = found._replace(
-            values=found.values * unit.unsqueeze(-1),
-            gap=found.gap * unit,
-            scale=found.scale * unit,
-        )
-    rows.scale = found.scale
+        # Too large or too small to be squared, or squared already: once more in other units.
+        rows.unit(product(start))  # raises an error where products overflow
+        rows.change_units(start)
+        product = rows.of_symmetric_part if symmetric else rows
+        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
         # Whatever is found of several with one modulus is not the dominant one.
@@ -155,9 +150,9 @@ def find_eigenvectors(
     shape = (*batch, k)
     return Outcome(
         value=y.reshape(*shape, n),
-        multiplier=found.values.reshape(shape),
+        multiplier=rows.back(found.values).reshape(shape),
         residual=found.residual.reshape(batch),
-        gap=found.gap.reshape(batch),
+        gap=rows.back(found.gap).reshape(batch),
         iterations=torch.full(batch, found.products, device=y.device),
         converged=converged.reshape(batch),
         basis=y.new_empty(*batch, 0, n),

@@ -89,6 +89,7 @@ class _Searches:
             require_finite(b=(_spread.local(b), 1))
         self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
         image = rows.gram(self.random)
+        self._require_range(image, g)
         unit = rows.unit(torch.cat([image, g], -2))[:, None, None]
         low, high = square_range(g.dtype)
         if rows.agreed((unit > low) & (unit < high)):
@@ -98,6 +99,18 @@ class _Searches:
         size = long_norm(image / unit).squeeze(-1).sqrt() * _norm(b, B) / unit[:, 0, 0].sqrt()
         self.noise = 8 * torch.finfo(g.dtype).eps * size
         self.tolerance = solver.tolerance_of(g.dtype)
+
+    def _require_range(self, image: Tensor, g: Tensor) -> None:
+        """Products with `AᵀA` have not vanished where those with `A` have not."""
+        tiny = torch.finfo(g.dtype).tiny
+        gone = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1))) < tiny
+        if self.rows.agreed(~gone):
+            return
+        if bool((self.rows(self.random).abs().amax((-2, -1)) > 0)[gone].any()):
+            raise ValueError(
+                f"products with the square of {self.rows.A!r} underflow {g.dtype}; multiply A and "
+                "b by the same number, which does not change the solution, or use float64"
+            )
 
     def gram(self, x: Tensor) -> Tensor:
         return self.rows.gram(x) / self.unit

@@ -30,6 +30,9 @@ class Rows:
         # What a search has seen of the matrix, for the backward pass.
         self.scale = torch.zeros(self.entries, device=A.device)
         self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
+        # Eigenvalues of the operator in the units of the search, and the exponents of these.
+        self.values: Tensor | None = None
+        self.exponents: Tensor | None = None
         # What the backward pass of LESS solves with where products do not do.
         self.by_entries: Any = None
 
@@ -80,6 +83,21 @@ class Rows:
         rounding = _ROUNDINGS * torch.finfo(images.dtype).eps
         return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
 
+    def change_units(self, rows: Tensor) -> None:
+        """Work with the operator over powers of two that bring its products into range."""
+        self.A, exponents = self.A.in_units(self.lift(rows))
+        self.exponents = exponents.expand(self.A.batch_shape).reshape(self.entries)
+        self.__dict__.pop("of_symmetric_part", None)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Numbers `(B, *)` in the units that the operator was given in, as far as they go."""
+        if self.exponents is None:
+            return x
+        half = (self.exponents / 2).floor()
+        for part in (half, self.exponents - half):
+            x = x * part.to(x.dtype).exp2().reshape(-1, *(1,) * (x.dim() - 1))
+        return x
+
     def require_transposes(self, tolerance: float) -> None:
         """`⟨Ax, y⟩` and `⟨x, Aᵀy⟩` agree where `Aᵀ` comes from whoever wrote the operator.
 
@@ -126,7 +144,10 @@ class Rows:
     def _complain(self) -> None:
         self.require_finite()
         where = "" if self.mesh is None else "; see what the other ranks say"
-        raise ValueError(f"a product with {self.A!r} has non-finite values{where}") from None
+        raise ValueError(
+            f"a product with {self.A!r} has non-finite values{where}; if it overflows "
+            f"{self.A.dtype}, scale down what it is made of, or use float64"
+        ) from None
 
     def require_finite(self) -> None:
         """An error that names the tensor with numbers that are not finite."""

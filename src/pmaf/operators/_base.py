@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf._spread import cuts_matrices
+from pmaf._spread import cuts_matrices, whole
 
 
 class Operator(ABC):
@@ -79,6 +79,18 @@ class Operator(ABC):
         ours = all(f.__module__.startswith("pmaf.") for f in (kind.matvec, kind.rmatvec))
         if not ours and (self.symmetric or kind.rmatvec is not Operator.rmatvec):
             yield self
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        """The same over a power of two, so that its products with `rows` are about one.
+
+        Returns it and the exponents, `(*,)`. What squares its tensors brings those into range
+        before it does: a product that has left the range cannot be brought back.
+        """
+        from pmaf.operators.combined import TimesPowers
+
+        size = whole(self.matvec(rows)).abs().amax((-2, -1))
+        exponents = torch.where(size > 0, size, 1).log2().floor()
+        return TimesPowers(self, -exponents), exponents
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,11 @@ class Gram(Operator):
 
     def claims(self) -> Iterator[Operator]:
         return self.X.claims()
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        X, exponents = self.X.in_units(rows)
+        mantissa, power = math.frexp(self.scale)
+        return Gram(X, mantissa), 2 * exponents + power
 
     def matvec(self, rows: Tensor) -> Tensor:
         image = self.X.rmatvec(self.X.matvec(rows))
