@@ -124,14 +124,15 @@ def test_every_least_squares_family_reaches_the_dense_minimum(name):
     assert pmaf.certify(dense, found).holds(1e-12)
 
 
+@pytest.mark.parametrize("solver", [Krylov(), Krylov(DIMENSION)], ids=["", "small space"])
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-def test_a_bottom_that_b_does_not_show(dtype):
+def test_a_bottom_that_b_does_not_show(dtype, solver):
     """The hard case where the space is not the whole: Aᵀb and its images are zero along it."""
     s = torch.cat([torch.tensor([0.5]), torch.linspace(1, 2, 599)]).to(dtype)
     b = 0.5 * torch.nn.functional.normalize(randn(600).to(dtype), dim=0)
     b[0] = 0
     problem = pmaf.SphereLeastSquares(Diagonal(s), b)
-    solution = pmaf.solve(problem)
+    solution = pmaf.solve(problem, solver=solver)
     rest = s[1:] * b[1:] / (s[1:] ** 2 - 0.25)
     eps = torch.finfo(dtype).eps
     assert solution.converged

@@ -112,6 +112,23 @@ def test_what_is_not_solved_says_so_forward_and_backward(n, cond, way):
     assert torch.isfinite(A.grad).all()
 
 
+@pytest.mark.parametrize("cond", [1e3, 1e4], ids="{:.0e}".format)
+@pytest.mark.parametrize("n", [20, 40])
+def test_a_space_that_is_everything_knows_no_more_than_the_square_of_the_matrix(n, cond):
+    """Its residual is rounding, and u is off all the same: what is lost is lost in AᵀA."""
+    A, b = problem(n, cond, 0.5, torch.float32)
+    A.requires_grad_()
+    solver = Krylov(dimension=n)
+    with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
+        solution = pmaf.solve(pmaf.SphereLeastSquares(Matrix(A), b), solver=solver)
+    assert float(solution.residual) <= 160 * torch.finfo(torch.float32).eps
+    assert not solution.converged
+    with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
+        solution.value.sum().backward()
+    assert solution.backward is not None
+    assert not solution.backward.converged.all()
+
+
 @lengths
 @pytest.mark.parametrize("cond", [1e1, 1e2, 1e3, 1e4], ids="{:.0e}".format)
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
