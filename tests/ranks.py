@@ -295,3 +295,32 @@ def _interrupted(mesh: DeviceMesh, trouble: Callable[[], None]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def mistaken(mesh: DeviceMesh) -> str:
+    """A transpose that is wrong in the rows of one rank. Every rank has to hear of it."""
+    X = by_rows(randn(40, 6), mesh)
+    signs = torch.ones(40, dtype=F64)
+    signs[-3:] = -1
+    flipped = by_rows(randn(40, 6) * signs[:, None], mesh)
+
+    def matvec(u: Tensor, X: Tensor, _: Tensor) -> Tensor:
+        return (u.unsqueeze(-2) @ X.mT).squeeze(-2)
+
+    def rmatvec(u: Tensor, _: Tensor, X: Tensor) -> Tensor:
+        return (u.unsqueeze(-2) @ X).squeeze(-2)
+
+    try:
+        pmaf.ied(Gram(FromMatvec(matvec, (40, 6), [X, flipped], rmatvec)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def ill_conditioned(mesh: DeviceMesh | None) -> list[Tensor]:
+    """In float32, where products with the square of the matrix have no digits of the solution."""
+    left, right = (torch.linalg.qr(randn(n, 12, seed=n))[0] for n in (53, 12))
+    A = left * torch.logspace(-3.5, 0, 12, dtype=F64) @ right.mT
+    b = 0.5 * A @ right.sum(-1) / 12**0.5
+    leaves = [by_rows(x.float(), mesh) for x in (A, b)]
+    return gradients([pmaf.less(Matrix(leaves[0]), leaves[1])], leaves)

@@ -63,6 +63,20 @@ def test_a_number_that_is_not_finite_on_one_rank_is_an_error_on_all():
     assert all("not finite" in text or "non-finite" in text for text in messages), messages
 
 
+def test_a_transpose_that_is_wrong_on_one_rank_is_an_error_on_all():
+    messages = ranks.on_ranks(2, ranks.mistaken)
+    assert all("is not the transpose" in text for text in messages), messages
+
+
+def test_entries_are_computed_where_products_do_not_do():
+    wanted = ranks.ill_conditioned(None)
+    first, second = ranks.on_ranks(2, ranks.ill_conditioned)
+    # Sums over ranks round differently, and the condition of A, 3,000, makes more of that.
+    for x, y, z in zip(first, second, wanted):
+        assert torch.equal(x, y)
+        torch.testing.assert_close(x, z, rtol=0, atol=0.05 * float(z.abs().max()))
+
+
 def test_a_rank_that_dies_is_an_error_on_the_others():
     *others, last = ranks.on_ranks(3, ranks.deserted)
     assert last is None

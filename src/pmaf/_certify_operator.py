@@ -36,6 +36,7 @@ def certify_eigenvectors(problem: PrincipalEigenvectors, value: Tensor) -> Certi
         raise ValueError(f"a solution of this problem has shape {shape}; got {tuple(value.shape)}")
     A = spread_alike(A.with_tensors([x.detach() for x in A.tensors]))
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
+    rows.require_transposes(0.0)
     y = _spread.whole(value.detach()).to(A.dtype)
     y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.width, problem.n)
     exact = rows.of_symmetric_part if problem.symmetric else rows
@@ -90,6 +91,7 @@ def certify_minimiser(problem: SphereLeastSquares, value: Tensor) -> Certificate
         )
     A = spread_alike(A.with_tensors([x.detach() for x in A.tensors]), problem.b)
     rows = Rows(A, batch)
+    rows.require_transposes(0.0)
     y = _spread.whole(value.detach()).reshape(rows.entries, 1, n)
     g = rows.pulled(problem.b.detach().expand(*batch, -1))
     unit = rows.unit(torch.cat([rows.gram(y), g], -2))[:, None, None]

@@ -47,7 +47,7 @@ class _Eigen(torch.autograd.Function):
         announce(outcome, solver, throw)
         ctx.rows, ctx.question, ctx.solver, ctx.report = rows, question, solver, report
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(outcome.multiplier, outcome.value, *tensors)
+        ctx.save_for_backward(outcome.value, *tensors)
         ctx.mark_non_differentiable(*outcome[2:])
         return tuple(outcome)
 
@@ -65,11 +65,12 @@ class _Eigen(torch.autograd.Function):
     def gradients(
         ctx: Any, v: Tensor | None, d_values: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        values, y, *_ = ctx.saved_tensors
+        y = ctx.saved_tensors[0]
         rows, (k, symmetric) = ctx.rows, ctx.question
-        y, values = y.reshape(rows.entries, k, -1), values.reshape(rows.entries, k)
+        y, values = y.reshape(rows.entries, k, -1), rows.values
         v = None if v is None else v.reshape(y.shape)
-        d_values = None if d_values is None else d_values.reshape(values.shape)
+        # Of the eigenvalues in the units of the search.
+        d_values = None if d_values is None else rows.back(d_values.reshape(values.shape))
         pairs = _Pairs(rows, values, y, ctx.solver, ctx.report)
         z = pairs.tangent(v, d_values) if symmetric else pairs.bordered(v, d_values)
         left, right = z, y
@@ -105,10 +106,12 @@ class _Pairs:
         if y.shape[1] > 1:
             inside = torch.bmm(y, v.mT)
             difference = values.unsqueeze(-2) - values.unsqueeze(-1)
-            scale = values.abs().amax(-1)[:, None, None]
+            # Rounding is that of the largest eigenvalue seen, which need not be among the wanted.
+            scale = rows.scale[:, None, None]
             apart = difference.abs() > 8 * torch.finfo(v.dtype).eps * scale
+            # Both the numerator and the denominator change sign with the order of a pair.
             half = 0.5 * (inside - inside.mT) / torch.where(apart, difference, 1)
-            z = z + torch.bmm(torch.where(apart, half, 0).mT, y)
+            z = z + torch.bmm(torch.where(apart, half, 0), y)
         return z if along is None else z + along
 
     def bordered(self, v: Tensor | None, d_values: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,14 +38,16 @@ class Largest:
         # Between those asked for, and to the next.
         gaps = theta.diff(dim=-1)[:, -k:]
         gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
-        order = s.mT.flip(-2)
+        order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
+        # Chebyshev polynomials grow by this beyond the part of the spectrum behind the wanted.
+        part = (values[:, k - 1 : k] - values[:, k:]) / safe(theta[:, -1:] - theta[:, :1])
         return Inside(
-            theta.flip(-1)[:, :w],
+            values,
             order[:, :w],
             order[:, :kept],
             gap,
             theta.abs().amax(-1),
-            theta[:, -1] - theta[:, 0],
+            2 * part.clamp_min(0).sqrt(),
             gap,
         )
 
@@ -55,9 +59,14 @@ class Largest:
 
 
 class Dominant:
-    """The eigenvalue of largest modulus of a general matrix, if it is real."""
+    """The eigenvalue of largest modulus of a general matrix, if it is real.
 
-    width, guards = 1, 0
+    Args:
+        guards: one if the first vector of the start is given, not drawn; see `Largest`.
+    """
+
+    def __init__(self, guards: int = 0) -> None:
+        self.width, self.guards = 1 + guards, guards
 
     def inside(self, space: Space) -> Inside:
         H, j = space.matrix, space.width
@@ -68,17 +77,17 @@ class Dominant:
         order = torch.argsort(moduli * (1 + favour), dim=-1, descending=True, stable=True)
         theta = theta.gather(-1, order)
         s = s.gather(-1, order.unsqueeze(-2).expand_as(s))
-        top = s[..., 0]
+        top = s[..., : self.width].mT
         pivot = top.gather(-1, top.abs().argmax(-1, keepdim=True))
-        row = (top * (pivot.conj() / pivot.abs())).real
-        row = (row / long_norm(row).unsqueeze(-1)).unsqueeze(-2)
+        row = unit_rows((top * (pivot.conj() / pivot.abs())).real)
         values = (row @ H.mT * row).sum(-1)
         # Of a pair of complex vectors the one gives the real, the other the imaginary part.
         parts = torch.where((theta.imag < 0).unsqueeze(-2), s.imag, s.real)[..., : max(1, j // 2)]
         kept = torch.linalg.qr(parts).Q.mT
         moduli = theta.abs()
         gap = moduli[:, 0] - moduli[:, 1] if j > 1 else torch.full_like(moduli[:, 0], torch.inf)
-        return Inside(values, row, kept, gap, moduli[:, 0], moduli[:, 0], gap)
+        growth = _growth(theta).unsqueeze(-1) if self.guards else moduli[:, :0]
+        return Inside(values, row, kept, gap, moduli[:, 0], growth, gap)
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images - values.unsqueeze(-1) * rows
@@ -87,29 +96,51 @@ class Dominant:
         return None
 
 
+def _growth(theta: Tensor) -> Tensor:
+    """By which a product brings out an eigenvalue beyond the first of `theta`, a logarithm.
+
+    The others seen lie in an ellipse with half axes a and b around a real number m. The
+    polynomials that are small on it, Chebyshev's, grow by `|w + √(w² − a² + b²)|/(a + b)` a degree
+    at `m + w`; this is the least of it where the modulus is that of the first.
+    """
+    first, others = theta[:, :1].abs(), theta[:, 1:]
+    low, high = others.real.aminmax(dim=-1, keepdim=True)
+    m, a, b = 0.5 * (low + high), 0.5 * (high - low), others.imag.abs().amax(-1, keepdim=True)
+    # Half axes of nothing are one rounding long; the corners of a box are outside of its ellipse.
+    least = torch.finfo(first.dtype).eps * first + torch.finfo(first.dtype).tiny
+    a, b = a.clamp_min(least), b.clamp_min(least)
+    wider = ((others.real - m) / a).square() + (others.imag / b).square()
+    wider = wider.amax(-1, keepdim=True).sqrt().clamp_min(1)
+    a, b = a * wider, b * wider
+    angle = torch.linspace(0, math.pi, _ANGLES, dtype=first.dtype, device=first.device)
+    w = torch.polar(first.expand(-1, _ANGLES).contiguous(), angle.expand(len(first), -1)) - m
+    root = (w.square() - a.square() + b.square()).sqrt()
+    outside = torch.maximum((w + root).abs(), (w - root).abs())
+    return (outside / (a + b)).log().amin(-1)
+
+
+_ANGLES = 33
+
+
 def find_eigenvectors(
     rows: Rows, k: int, symmetric: bool, solver: Krylov, init: Tensor | None
 ) -> Outcome:
     """The largest eigenvalues of an operator, or the dominant one; vectors come as rows."""
     A = rows.A
     batch, n = A.batch_shape, A.shape[-1]
+    rows.require_transposes(solver.tolerance_of(A.dtype))
     product = rows.of_symmetric_part if symmetric else rows
-    guards = 1 if init is not None and symmetric and k < n else 0
-    start = _start(A, k, guards, symmetric, init)
+    guards = 1 if init is not None and k < n else 0
+    start = _start(A, k, guards, init)
     found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
-        # Too large or too small to be squared: once more in other units.
-        unit = rows.unit(product(start))
-        found = search_eigenvectors(
-            lambda x: product(x) / unit[:, None, None], start, k, symmetric, solver, rows, guards
-        )
-        found = found._replace(
-            values=found.values * unit.unsqueeze(-1),
-            gap=found.gap * unit,
-            scale=found.scale * unit,
-        )
-    rows.scale = found.scale
+        # Too large or too small to be squared, or squared already: once more in other units.
+        rows.unit(product(start))  # raises an error where products overflow
+        rows.change_units(start)
+        product = rows.of_symmetric_part if symmetric else rows
+        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
         # Whatever is found of several with one modulus is not the dominant one.
@@ -119,9 +150,9 @@ def find_eigenvectors(
     shape = (*batch, k)
     return Outcome(
         value=y.reshape(*shape, n),
-        multiplier=found.values.reshape(shape),
+        multiplier=rows.back(found.values).reshape(shape),
         residual=found.residual.reshape(batch),
-        gap=found.gap.reshape(batch),
+        gap=rows.back(found.gap).reshape(batch),
         iterations=torch.full(batch, found.products, device=y.device),
         converged=converged.reshape(batch),
         basis=y.new_empty(*batch, 0, n),
@@ -141,7 +172,7 @@ def search_eigenvectors(
     return search(
         product,
         start,
-        Largest(k, guards) if symmetric else Dominant(),
+        Largest(k, guards) if symmetric else Dominant(guards),
         size=solver.size(start.shape[-1], k + guards),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,
@@ -150,7 +181,7 @@ def search_eigenvectors(
     )
 
 
-def _start(A: Operator, k: int, guards: int, symmetric: bool, init: Tensor | None) -> Tensor:
+def _start(A: Operator, k: int, guards: int, init: Tensor | None) -> Tensor:
     """Rows `(B, k + guards, n)` without structure; the first of them as given, if they are."""
     n, B = A.shape[-1], A.batch_shape.numel()
     row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
@@ -159,10 +190,7 @@ def _start(A: Operator, k: int, guards: int, symmetric: bool, init: Tensor | Non
         return rows
     require_finite(init=(init, 2))
     given = unit_rows(init.detach().mT.expand(*A.batch_shape, k, n).reshape(B, k, n))
-    if symmetric:
-        return torch.cat([given, rows[:, k:]], -2)
-    # Without a guard: enough of everything else for a larger eigenvalue to show.
-    return given + 0.25 * rows
+    return torch.cat([given, rows[:, k:]], -2)
 
 
 def unit_rows(rows: Tensor) -> Tensor:

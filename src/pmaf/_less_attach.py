@@ -11,7 +11,7 @@ from pmaf import errors
 from pmaf._eager import plain
 from pmaf._less_rules import LessConditions
 from pmaf._linalg import matvec
-from pmaf._solve import announce
+from pmaf._solve import announce, warn_of_gradient
 from pmaf._threads import OneThread
 from pmaf.gradients import Gradient
 from pmaf.gradients._tangent import Helper
@@ -130,13 +130,16 @@ class _Less(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        A, b, _, _, ctx.gradient, _, _ = inputs
+        A, b, _, solver, ctx.gradient, _, _ = inputs
         outcome = Outcome(*output)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(
             A, b, outcome.value, outcome.multiplier, outcome.gap, outcome.basis, outcome.spread
         )
+        # A search by products that has not converged may have no digits of the solution.
+        by_products = plain(outcome.value) and solver.matrix_free
+        ctx.doubtful = outcome.converged.logical_not() if by_products else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -144,6 +147,8 @@ class _Less(torch.autograd.Function):
         nothing = (None,) * 5
         if incoming is None:
             return None, None, *nothing
+        if ctx.doubtful is not None:
+            warn_of_gradient(ctx.doubtful)
         A, b, y, multiplier, *rest = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
         with torch.autocast(A.device.type, enabled=False), OneThread(A):

@@ -9,7 +9,7 @@ and its vector joins the space if the minimum turns out to need it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from pmaf import _spread, sphere
 from pmaf._ied_attach import full_precision
 from pmaf._ied_search import Largest
+from pmaf._less_entries import are_few, solve_entries
 from pmaf._linalg import long_norm, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, announce
@@ -27,9 +28,6 @@ from pmaf.operators import Operator
 from pmaf.solvers import Krylov, Outcome, Secular
 from pmaf.solvers._products import fixed_rows
 from pmaf.spectrum import Spectrum, merge_tolerance, merged
-
-if TYPE_CHECKING:
-    pass
 
 
 class Minimum:
@@ -67,7 +65,7 @@ class Minimum:
         beside = aside @ inside @ aside + (scale + gap)[:, None, None] * (y.mT @ y)
         curvature = torch.linalg.eigvalsh(beside)[:, 0]
         multiplier = (gap - theta[:, 0]).unsqueeze(-1)
-        return Inside(multiplier, row, kept, gap, scale, scale, curvature)
+        return Inside(multiplier, row, kept, gap, scale, theta[:, :0], curvature)
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
         return images + values.unsqueeze(-1) * rows - self.g
@@ -85,11 +83,13 @@ class _Searches:
     def __init__(self, rows: Rows, b: Tensor, solver: Krylov) -> None:
         self.rows, self.solver, self.products = rows, solver, 1
         self.n, B = rows.A.shape[-1], rows.entries
+        rows.require_transposes(solver.tolerance_of(rows.A.dtype))
         g = rows.pulled(b)
         if not torch.isfinite(g).all():
             require_finite(b=(_spread.local(b), 1))
         self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
         image = rows.gram(self.random)
+        self._require_range(image, g)
         unit = rows.unit(torch.cat([image, g], -2))[:, None, None]
         low, high = square_range(g.dtype)
         if rows.agreed((unit > low) & (unit < high)):
@@ -100,35 +100,63 @@ class _Searches:
         self.noise = 8 * torch.finfo(g.dtype).eps * size
         self.tolerance = solver.tolerance_of(g.dtype)
 
+    def _require_range(self, image: Tensor, g: Tensor) -> None:
+        """Products with `AᵀA` have not vanished where those with `A` have not."""
+        tiny = torch.finfo(g.dtype).tiny
+        gone = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1))) < tiny
+        if self.rows.agreed(~gone):
+            return
+        if bool((self.rows(self.random).abs().amax((-2, -1)) > 0)[gone].any()):
+            raise ValueError(
+                f"products with the square of {self.rows.A!r} underflow {g.dtype}; multiply A and "
+                "b by the same number, which does not change the solution, or use float64"
+            )
+
     def gram(self, x: Tensor) -> Tensor:
         return self.rows.gram(x) / self.unit
 
     def negative(self, x: Tensor) -> Tensor:
         return -self.gram(x)
 
-    def search(self, product: Product, start: Tensor, task: Task, tolerance: float) -> Found:
+    def search(
+        self, product: Product, start: Tensor, task: Task, tolerance: float, limit: int = 0
+    ) -> Found:
+        left = max(1, self.solver.max_products - self.products)
         found = search(
             product,
             start,
             task,
             size=self.solver.size(self.n),
             tolerance=tolerance,
-            limit=max(1, self.solver.max_products - self.products),
+            limit=min(left, limit or left),
             symmetric=True,
             agreed=self.rows.agreed,
         )
         self.products += found.products
         return found
 
-    def bottom(self, found: Found) -> Found:
+    def bottom(self, found: Found, limit: int) -> Found:
         """The smallest eigenvalue of `AᵀA`, negated, as far as its place beside `−μ` asks for."""
         eps = torch.finfo(self.g.dtype).eps
-        bottom = self.search(self.negative, self.random, Largest(1), eps**0.5)
+        bottom = self.search(self.negative, self.random, Largest(1), eps**0.5, limit)
         gap = (found.values - bottom.values).squeeze(-1)
-        if self.n == 1 or self.rows.agreed(gap > 2 * bottom.residual * bottom.scale):
+        clear = gap > 2 * bottom.residual * bottom.scale
+        if self.n == 1 or self.rows.agreed(clear | ~bottom.converged):
             return bottom
         start = torch.cat([bottom.rows, self.random], -2)
-        return self.search(self.negative, start, Largest(1, guards=1), self.tolerance)
+        return self.search(self.negative, start, Largest(1, guards=1), self.tolerance, limit)
+
+    def known(self, found: Found) -> Tensor:
+        """Whether digits of `u` are left, `(B,)`.
+
+        The residual and the rounding in `AᵀA`, over the least curvature beside `u`, bound its
+        error. Where `A` is wide and `μ` zero, the minimisers form a sphere, and any will do.
+        """
+        eps = torch.finfo(self.g.dtype).eps
+        error = (found.residual + _ROUNDINGS * eps) * found.scale
+        m, n = self.rows.A.shape[-2:]
+        any_will_do = found.values.squeeze(-1).abs() <= self.tolerance * found.scale
+        return (error <= WORTH * found.curvature) | (any_will_do & (m < n))
 
 
 def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -> Outcome:
@@ -143,36 +171,64 @@ def find_minimiser(rows: Rows, b: Tensor, solver: Krylov, init: Tensor | None) -
     start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, posed.random)
     if init is not None:
         start = torch.cat([reference + eps * posed.random, start], -2)
-    found = posed.search(posed.gram, start, task, tolerance)
+    # Where n products show every entry, a search is not worth more; elsewhere some are left for
+    # what b does not show.
+    few = are_few(rows, solver) and posed.products + 2 * n <= solver.max_products
+    limit = max(n, _FEWEST) if few else 0
+    most = limit or max(_FEWEST, 2 * solver.max_products // 3)
+    found = posed.search(posed.gram, start, task, tolerance, most)
     gap, proved = found.values.squeeze(-1), found.converged
-    if not rows.agreed(gap >= 0):
-        bottom = posed.bottom(found)
+    below = torch.zeros_like(gap)  # what is not known of the bottom
+    lost = few & ~(posed.known(found) & found.converged)
+    if not rows.agreed(lost | (found.converged & (gap >= 0))):
+        bottom = posed.bottom(found, limit)
         gap = (found.values - bottom.values).squeeze(-1)
-        missed = gap < -tolerance * found.scale
+        missed = ~lost & (~found.converged | (gap < -tolerance * found.scale))
         if not rows.agreed(~missed):
-            start = torch.cat([found.rows, bottom.rows], -2)
+            start = torch.cat([found.rows, bottom.rows, g], -2)
             again = posed.search(posed.gram, start, task, tolerance)
             found = _chosen(missed, again, found)
             gap = (found.values - bottom.values).squeeze(-1)
         multiplier = found.values.squeeze(-1)
-        proved = found.converged & (bottom.converged | (multiplier >= 0))
-        gap = torch.where(gap.abs() <= tolerance * found.scale, 0, gap)
+        clear = gap > 2 * bottom.residual * bottom.scale
+        proved = found.converged & (bottom.converged | clear | (multiplier >= 0))
         # Where that was not needed it is not used, or one entry would depend on another.
         gap = torch.where(multiplier >= 0, multiplier, gap)
+        below = torch.where(multiplier >= 0, below, bottom.residual * bottom.scale)
+    # A gap within its own error, or within rounding of AᵀA, is not known to be there.
+    error = found.residual.clamp_min(tolerance) * found.scale
+    gap = torch.where((gap >= -tolerance * found.scale) & (gap <= error + below), 0, gap)
     unit = posed.unit[:, 0, 0]
     rows.scale = found.scale * unit
-    # Rounding in AᵀA moves the solution by this much at most; more than that is another one.
-    rows.unique = eps * found.scale <= WORTH * found.curvature
-    return Outcome(
-        value=sphere.settle(found.rows).reshape(*batch, n),
-        multiplier=(found.values.squeeze(-1) * unit).reshape(batch),
-        residual=found.residual.reshape(batch),
-        gap=(gap * unit).reshape(batch),
-        iterations=torch.full(batch, posed.products, device=g.device),
-        converged=proved.reshape(batch),
-        basis=g.new_empty(*batch, 0, n),
-        spread=g.new_empty(*batch, 0),
+    rows.unique = posed.known(found)
+    outcome = Outcome(
+        value=sphere.settle(found.rows).squeeze(1),
+        multiplier=found.values.squeeze(-1) * unit,
+        residual=found.residual,
+        gap=gap * unit,
+        iterations=torch.full((rows.entries,), posed.products, device=g.device),
+        converged=proved & rows.unique,
+        basis=g.new_empty(rows.entries, 0, n),
+        spread=g.new_empty(rows.entries, 0),
     )
+    left = solver.max_products - posed.products
+    if are_few(rows, solver) and n <= left and not rows.agreed(outcome.converged):
+        outcome = _by_entries(rows, b, init, outcome)
+    return Outcome(*(x.reshape((*batch, *x.shape[1:])) for x in outcome))
+
+
+def _by_entries(rows: Rows, b: Tensor, init: Tensor | None, outcome: Outcome) -> Outcome:
+    """The same with what has not converged solved from the entries of the matrix."""
+    B, n = outcome.value.shape
+    init = None if init is None else init.expand(*b.shape[:-1], n).reshape(B, n)
+    kept = solve_entries(rows, b.reshape(B, -1), init, ~outcome.converged)
+    rows.by_entries = kept
+    rows.unique = rows.unique | kept.mask
+    new = kept.outcome._replace(
+        iterations=outcome.iterations + n, basis=outcome.basis, spread=outcome.spread
+    )
+    pairs = ((x.to(y.dtype), y) for x, y in zip(new, outcome))
+    return Outcome(*(_where(kept.mask, x, y) for x, y in pairs))
 
 
 def _norm(b: Tensor, entries: int) -> Tensor:
@@ -183,10 +239,15 @@ def _norm(b: Tensor, entries: int) -> Tensor:
 
 
 def _chosen(mask: Tensor, new: Found, old: Found) -> Found:
-    pairs = ((x, y) for x, y in zip(new, old) if isinstance(x, Tensor))
-    columns = (torch.where(mask.reshape(-1, *(1,) * (x.dim() - 1)), x, y) for x, y in pairs)
+    pairs = ((x, y) for x, y in zip(new, old) if isinstance(x, Tensor) and isinstance(y, Tensor))
+    columns = (_where(mask, x, y) for x, y in pairs)
     values, rows, residual, gap, converged, scale, curvature = columns
     return Found(values, rows, residual, gap, new.products, converged, scale, curvature)
+
+
+def _where(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Whole batch entries of one or the other, for a mask `(B,)`."""
+    return torch.where(mask.reshape(-1, *(1,) * (x.dim() - 1)), x, y)
 
 
 def attach_less_operator(
@@ -244,17 +305,23 @@ class _Less(torch.autograd.Function):
         def negative(x: Tensor) -> Tensor:
             return -rows.gram(x)
 
+        kept = rows.by_entries
         solved = conjugate_residuals(
             negative,
             multiplier.reshape(-1, 1),
             y,
-            v,
+            v if kept is None else torch.where(kept.mask[:, None, None], 0, v),
             scale=rows.scale,
             limit=ctx.solver.max_products,
             agreed=rows.agreed,
         )
-        ctx.report.fill(solved.residual, solved.products, solved.converged & rows.unique)
-        y, z = rows.lift(y), rows.lift(solved.rows)
+        z, residual, converged = solved.rows, solved.residual, solved.converged & rows.unique
+        if kept is not None:
+            exact = (x.to(y.dtype) if x.is_floating_point() else x for x in kept.tangent(v))
+            pairs = zip(exact, (z, residual, converged))
+            z, residual, converged = (_where(kept.mask, x, y) for x, y in pairs)
+        ctx.report.fill(residual, solved.products, converged)
+        y, z = rows.lift(y), rows.lift(z)
         image, along = rows.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
         rest = image - b.reshape(image.shape)
         left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)
@@ -263,3 +330,8 @@ class _Less(torch.autograd.Function):
 
 
 _SECULAR = Secular()
+
+# Rounding in products with AᵀA, in units of eps.
+_ROUNDINGS = 4.0
+# Products that a search may always take.
+_FEWEST = 64

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from pmaf._gram_solve import factored_solve, gap_above, gram_product, spectral_solve
+from pmaf._gram_solve import factored_solve, gram_product, spectral_solve
 from pmaf._linalg import dot, matvec, outer_sum
 from pmaf.errors import require_eager
 from pmaf.gradients._base import contract
 from pmaf.gradients._tangent import Helper, tangent_solve
-from pmaf.spectrum import gram_spectrum, promoted
+from pmaf.spectrum import merge_tolerance, promoted, singular_spectrum
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class _GramSystem:
         if helper.factor is not None:
             return factored_solve(matrix, shift, gap, basis, y, v)
         if basis.shape[-2] == 0:
-            spectrum = gram_spectrum(matrix)
-            gap = gap_above(spectrum, shift)
-            return spectral_solve(matrix, shift, gap, spectrum.basis, spectrum.spread, y, v)
+            return _without_basis(matrix, shift, y, v)
         exact = promoted(matrix.dtype, basis.shape[-2], matrix.device)
         return spectral_solve(matrix, shift, gap, basis, spread, y, v, refine=not exact)
 
@@ -53,6 +51,22 @@ class _GramSystem:
         w_row, z_row = w.squeeze(-2), z.squeeze(-2)
         images = matvec(matrix, w_row), matvec(matrix, z_row)
         return outer_sum(images, (z_row, w_row), matrix.shape), (w * z).sum(-1)
+
+
+def _without_basis(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """`z` where the forward pass, by products, left nothing to solve with.
+
+    From singular values, in float64: in `AᵀA` the digits of the small ones are rounding.
+    """
+    dtype = v.dtype
+    if v.device.type != "mps":  # has no float64
+        A, shift, y, v = (x.double() for x in (A, shift, y, v))
+    spectrum, _, _ = singular_spectrum(A)
+    gap = shift + spectrum.floor
+    # What is left of both is known no better than the multiplier, or than what was squared.
+    rounding = 8 * torch.finfo(dtype).eps * shift.abs() + merge_tolerance(v.dtype) * spectrum.top
+    gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
+    return spectral_solve(A, shift, gap, spectrum.basis, spectrum.spread, y, v).to(dtype)
 
 
 class LessConditions(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pmaf import _spread
-from pmaf._linalg import inner, long_norm, power_of_two
+from pmaf._linalg import dot, inner, long_norm, power_of_two, safe
 from pmaf.errors import require_finite
 from pmaf.operators import Operator
 from pmaf.solvers._base import Outcome
@@ -30,6 +30,11 @@ class Rows:
         # What a search has seen of the matrix, for the backward pass.
         self.scale = torch.zeros(self.entries, device=A.device)
         self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
+        # Eigenvalues of the operator in the units of the search, and the exponents of these.
+        self.values: Tensor | None = None
+        self.exponents: Tensor | None = None
+        # What the backward pass of LESS solves with where products do not do.
+        self.by_entries: Any = None
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.lower(self.A.matvec(self.lift(rows)), rows)
@@ -78,6 +83,32 @@ class Rows:
         rounding = _ROUNDINGS * torch.finfo(images.dtype).eps
         return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
 
+    def change_units(self, rows: Tensor) -> None:
+        """Work with the operator over powers of two that bring its products into range."""
+        self.A, exponents = self.A.in_units(self.lift(rows))
+        self.exponents = exponents.expand(self.A.batch_shape).reshape(self.entries)
+        self.__dict__.pop("of_symmetric_part", None)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Numbers `(B, *)` in the units that the operator was given in, as far as they go."""
+        if self.exponents is None:
+            return x
+        half = (self.exponents / 2).floor()
+        for part in (half, self.exponents - half):
+            x = x * part.to(x.dtype).exp2().reshape(-1, *(1,) * (x.dim() - 1))
+        return x
+
+    def require_transposes(self, tolerance: float) -> None:
+        """`⟨Ax, y⟩` and `⟨x, Aᵀy⟩` agree where `Aᵀ` comes from whoever wrote the operator.
+
+        One product from each side. They may differ by what half the digits hold, so that
+        functions that round more than they need are not accused, or by ten times the tolerance,
+        which says what products are worth.
+        """
+        worth = max(torch.finfo(self.A.dtype).eps ** 0.5, 10 * tolerance)
+        for A in self.A.claims():
+            _require_transpose(A, self.mesh, worth)
+
     def unit(self, image: Tensor) -> Tensor:
         """Powers of two `(B,)` of the size of an image; an error if there is none."""
         size = image.abs().amax((-2, -1))
@@ -113,13 +144,61 @@ class Rows:
     def _complain(self) -> None:
         self.require_finite()
         where = "" if self.mesh is None else "; see what the other ranks say"
-        raise ValueError(f"a product with {self.A!r} has non-finite values{where}") from None
+        raise ValueError(
+            f"a product with {self.A!r} has non-finite values{where}; if it overflows "
+            f"{self.A.dtype}, scale down what it is made of, or use float64"
+        ) from None
 
     def require_finite(self) -> None:
         """An error that names the tensor with numbers that are not finite."""
         for i, x in enumerate(self.A.tensors):
             here = _spread.local(x)
             require_finite(**{f"tensor {i} of {self.A!r}": (here, here.dim())})
+
+
+def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
+    m, n = A.shape[-2:]
+
+    def drawn(row: int, width: int) -> Tensor:
+        x = fixed_rows(width, A.dtype, A.device)[row] / width**0.5
+        return x.expand(*A.batch_shape, 1, width)
+
+    def of(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        return _spread.whole(product(_spread.replicate(rows, mesh)))
+
+    x = drawn(0, n)
+    image = of(A.matvec, x)
+    # In these units nothing over- or underflows.
+    most = image.abs().amax(-1, keepdim=True)
+    unit = torch.where(most > 0, most, 1)
+    image = image / unit
+    # Half of y is Ax, where a wrong sign or factor shows in full; the other half has no structure.
+    y = image / safe(long_norm(image)).unsqueeze(-1) + drawn(1, m)
+    pulled = of(A.rmatvec, y) / unit
+    left, right = dot(image, y), dot(x, pulled)
+    size = torch.maximum(long_norm(image), long_norm(pulled))
+    apart = (left - right).abs() > worth * size
+    # Numbers that are not finite are named elsewhere.
+    apart = apart & torch.isfinite(left) & torch.isfinite(right)
+    if _spread.agreed(~apart, mesh):
+        return
+    worst = ((left - right).abs() / safe(size)).nan_to_num(0).reshape(-1)
+    at = int(worst.argmax())
+    found = f"⟨Ax, y⟩ = {_number(left, unit, at)} but ⟨x, Aᵀy⟩ = {_number(right, unit, at)}"
+    if A.symmetric and type(A).rmatvec is Operator.rmatvec:
+        raise ValueError(
+            f"{A!r} says that it is symmetric and is not: {found} for vectors without structure; "
+            "leave out symmetric = True and implement rmatvec"
+        )
+    raise ValueError(
+        f"rmatvec of {A!r} is not the transpose of its matvec: {found} for vectors without "
+        "structure; correct it, or leave it out of FromMatvec, and autograd finds the transpose. "
+        "If products are meant to be inexact, pass Krylov(tolerance=...) with what they are worth"
+    )
+
+
+def _number(x: Tensor, unit: Tensor, at: int) -> str:
+    return f"{float(x.reshape(-1)[at]) * float(unit.reshape(-1)[at]):.6g}"
 
 
 # By which a matrix may miss symmetry, relative to its Frobenius norm, and be called symmetric.

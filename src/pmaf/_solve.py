@@ -45,6 +45,19 @@ class Backward:
         )
 
 
+def warn_of_gradient(doubtful: Tensor) -> None:
+    """Warn of the gradients of solutions that have not converged, those of a mask."""
+    if not doubtful.any():
+        return
+    warnings.warn(
+        f"the gradient of {int(doubtful.sum())} of {doubtful.numel()} batch entries belongs to "
+        "solutions that did not converge, and is worth no more than they are; look at gap, use "
+        "float64, or Auto()",
+        ConvergenceWarning,
+        stacklevel=2,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Solution:
     """A solution and how it was reached; every field has one row per batch entry.

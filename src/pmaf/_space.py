@@ -28,7 +28,7 @@ class Inside(NamedTuple):
     kept: Tensor  # (B, q, j), orthonormal coefficients of what a restart keeps
     gap: Tensor  # (B,)
     scale: Tensor  # (B,), what a residual is measured against
-    span: Tensor  # (B,), from the smallest eigenvalue seen to the largest
+    growth: Tensor  # (B, guards), logarithm, see `_behind`
     curvature: Tensor  # (B,), least along the constraint; zero where the solution is not unique
 
 
@@ -182,7 +182,7 @@ def search(
         agreed: whether a mask `(B,)` holds for all.
     """
     space = Space(product, start, size, symmetric)
-    rest = space.grow(start)
+    ahead = rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
     restarts, refreshed, system = 0, 0, task.system(product)
@@ -205,7 +205,11 @@ def search(
                 close = residual <= _CLOSE * tolerance
                 done = done | (stuck & close)
                 hopeless = hopeless | (stuck & ~close & (refreshed > 1))
-            done = done & _behind(inside, space, lengths, wanted, tolerance)
+            behind = _behind(inside, space, lengths, wanted, tolerance)
+            if everything:
+                # Nothing is left to be seen, and nothing but rounding of the residual.
+                behind, done = torch.ones_like(done), residual <= _CLOSE * tolerance
+            done = done & behind
             if spent or agreed(done | hopeless):
                 return Found(
                     inside.values[:, :wanted],
@@ -248,21 +252,24 @@ def search(
                     scaled = space.reach.unsqueeze(-1) * step.rows / safe(length)
                     rest = torch.where(length > 0, scaled, rest)
                 look = space.width + max(1, (space.size - space.width) // 2)
+            # A guard is worth what powers of the matrix make of a start without structure. Its
+            # own residual would let go of what has not shown yet.
+            if task.guards and not refreshed and restarts < _CORRECT_FROM:
+                rest = torch.where(behind[:, None, None], rest, ahead)
             rest = space.beside(rest)
-        rest = space.grow(rest)
+        ahead = rest = space.grow(rest)
 
 
 def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, tolerance: float) -> Tensor:
     """Whether what guards has turned out to lie behind the rows that are wanted, `(B,)`.
 
-    A guard starts without structure. After j products the chance that it is further from the
-    largest eigenvalue it could find than the part ε of the whole spectrum is at most
-    `1.648·√n·exp(−√ε(2j − 1))` (Kuczyński and Woźniakowski, 1992).
+    A guard starts without structure. An eigenvalue beyond those wanted, which would be the one
+    to find, grows in it by `exp(growth)` a product, relative to what has been seen: after j
+    products the chance that it has not shown is at most `1.648·√n·exp(−growth·(j − ½))`. For a
+    symmetric matrix Kuczyński and Woźniakowski (1992) prove it.
     """
-    guard = inside.values[:, wanted:]
-    part = (inside.values[:, wanted - 1 : wanted] - guard) / safe(inside.span).unsqueeze(-1)
-    steps = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE) / (2 * space.products - 1)
-    behind = part >= steps**2
+    needed = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE)
+    behind = inside.growth * (space.products - 0.5) >= needed
     return (behind | (lengths[:, wanted:] <= tolerance)).all(-1)
 
 

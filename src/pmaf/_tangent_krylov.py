@@ -76,7 +76,7 @@ def conjugate_residuals(
         slope = following
     z = system.clear(z)
     left = long_norm(right - system(z))
-    return Solved(z * back, *_judged(left, size, largest, z), products + 1)
+    return Solved(z * back, *judged(left, size, largest, z), products + 1)
 
 
 def gmres(
@@ -116,7 +116,7 @@ def gmres(
         done = left <= _ROUNDINGS * eps * floor
         stuck = (left >= 0.5 * previous) & (left <= _LOOSE * eps * floor) & (products > 0)
         if products >= limit or agreed((done | stuck).all(-1)):
-            return Solved(system.clear(w) * back, *_judged(left, size, largest, w), products)
+            return Solved(system.clear(w) * back, *judged(left, size, largest, w), products)
         H = right.new_zeros(B, depth + 1, depth)
         Q[:, :1] = rest / safe(left).unsqueeze(-1)
         look, used, s = _FIRST, depth, H.mT
@@ -175,7 +175,7 @@ def _scaled(
     return _System(product, column, unit, y), right / short, short / unit, largest
 
 
-def _judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Residuals relative to the right-hand sides, and whether the solutions are good for use.
 
     Rounding in the matrix is magnified by the length of the solution; what is left of its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import numbers
 from typing import Protocol
 
 import torch
@@ -90,17 +91,47 @@ def require_fits(name: str, shape: torch.Size, batch: torch.Size) -> None:
         )
 
 
-def require_positive(name: str, x: object) -> None:
-    """`x` is a finite number above zero."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{name} must be a number; got {type(x).__name__}")
-    if not 0 < x < math.inf:
+def require_positive(name: str, x: object) -> float:
+    """`x` as a float, which is finite and above zero; NumPy's numbers count as numbers."""
+    number = require_number(name, x)
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} must be positive and finite; got {x}")
+    return number
 
 
-def require_at_least(name: str, x: int, least: int) -> None:
+def require_not_negative(name: str, x: object, *, infinite: bool = False) -> float:
+    """`x` as a float, which is zero or above, and finite unless infinity has a meaning."""
+    number = require_number(name, x)
+    if not 0 <= number < math.inf and not (infinite and number == math.inf):
+        bound = "" if infinite else " and finite"
+        raise ValueError(f"{name} must be zero or positive{bound}; got {x}")
+    return number
+
+
+def require_tolerance(name: str, x: object) -> None:
+    """`x` is None, for the default, or a finite number of at least zero."""
+    if x is not None:
+        require_not_negative(name, x)
+
+
+def require_finite_number(name: str, x: object) -> float:
+    """`x` as a float, which is finite."""
+    number = require_number(name, x)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite; got {x}")
+    return number
+
+
+def require_number(name: str, x: object) -> float:
+    """`x` as a float."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {type(x).__name__}")
+    return float(x)
+
+
+def require_at_least(name: str, x: object, least: int) -> None:
     """`x` is an integer of at least `least`."""
-    if isinstance(x, bool) or not isinstance(x, int) or x < least:
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or int(x) < least:
         raise ValueError(f"{name} must be an integer of at least {least}; got {x!r}")
 
 

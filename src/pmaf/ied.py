@@ -260,10 +260,14 @@ class PrincipalEigenvectors:
         self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
     ) -> Solution:
         require_products_suffice(A, solver, gradient)
+        if self.reference is not None and is_spread(self.reference):
+            # Every rank looks at all of it, so that all of them raise the error or none.
+            errors.require_finite(reference=(whole(self.reference), 1))
         if 0 in self.batch_shape:
             raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
         if init is not None:
-            init = whole(init if self._is_block(init) else init.unsqueeze(-1))
+            # A start has no gradient, and would hold on to the graph of the step it comes from.
+            init = whole(init.detach() if self._is_block(init) else init.detach().unsqueeze(-1))
         dtype = A.dtype
         if dtype in (torch.float16, torch.bfloat16):
             A = A.with_tensors([x.float() for x in A.tensors])
@@ -314,7 +318,7 @@ class PrincipalEigenvectors:
             vectors = rows.mT * signs.unsqueeze(-2)
         values = values.clone() if self.largest else -values
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(vectors, values, *tuple(outcome)[2:6])
+        return Solution(vectors, values, *tuple(outcome)[2:6])  # pyright: ignore[reportArgumentType]
 
     @property
     def flipped(self) -> bool:
@@ -334,7 +338,7 @@ class PrincipalEigenvectors:
             dots, second = (rows @ both).unbind(-1)
             tolerance = tolerance * self.n**0.5
         else:
-            reference = whole(self.reference).to(rows)
+            reference = whole(self.reference.detach()).to(rows)
             if self._is_block(reference):
                 reference = reference.mT
                 reference = reference.flip(-2) if self.flipped else reference
@@ -367,6 +371,8 @@ class PrincipalEigenvectors:
             raise ValueError(f"{name} must have shape {wanted}; got {errors.shape_of(reference)}")
         lead = reference.shape[:-2] if block else reference.shape[:-1]
         errors.require_fits(name, lead, self.batch_shape)
+        if plain(reference):
+            errors.require_finite(**{name: (reference, 2 if block else 1)})
 
     def _empty(self) -> Solution:
         row = self.matrix.sum(-2)

@@ -55,7 +55,7 @@ class SphereLeastSquares:
             errors.require_matrix("A", A)
         errors.require_vector("b", b, "m")
         errors.require_alike("A", A, "b", b)
-        errors.require_positive("radius", self.radius)
+        object.__setattr__(self, "radius", errors.require_positive("radius", self.radius))
         info = torch.finfo(A.dtype)
         if not info.tiny <= self.radius <= info.max:
             raise ValueError(
@@ -180,7 +180,7 @@ class SphereLeastSquares:
             )
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(value.to(dtype), *tuple(outcome)[1:6])
+        return Solution(value.to(dtype), *tuple(outcome)[1:6])  # pyright: ignore[reportArgumentType]
 
     def _run_unit(
         self,
@@ -313,8 +313,7 @@ class LESS(nn.Module):
         gradient: Gradient | None = None,
     ) -> None:
         super().__init__()
-        errors.require_positive("radius", radius)
-        self.radius = radius
+        self.radius = errors.require_positive("radius", radius)
         self.solver = solver or Auto()
         self.gradient = gradient or Implicit()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmaf._spread import cuts_matrices
+from pmaf._spread import cuts_matrices, whole
 
 
 class Operator(ABC):
@@ -70,6 +70,28 @@ class Operator(ABC):
             found = iter(torch.autograd.grad(image, wanted, left, allow_unused=True))
         return [next(found) if need else None for need in needs]
 
+    def claims(self) -> Iterator[Operator]:
+        """The operators in it whose products with the transpose have to be taken on trust.
+
+        Those of a class from elsewhere that has its own `rmatvec`, or says that it is symmetric.
+        """
+        kind = type(self)
+        ours = all(f.__module__.startswith("pmaf.") for f in (kind.matvec, kind.rmatvec))
+        if not ours and (self.symmetric or kind.rmatvec is not Operator.rmatvec):
+            yield self
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        """The same over a power of two, so that its products with `rows` are about one.
+
+        Returns it and the exponents, `(*,)`. What squares its tensors brings those into range
+        before it does: a product that has left the range cannot be brought back.
+        """
+        from pmaf.operators.combined import TimesPowers
+
+        size = whole(self.matvec(rows)).abs().amax((-2, -1))
+        exponents = torch.where(size > 0, size, 1).log2().floor()
+        return TimesPowers(self, -exponents), exponents
+
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
@@ -87,7 +109,11 @@ class Operator(ABC):
 
         return Sum(self, as_operator(other))
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Operator:
+        # The sum() of Python starts from zero.
+        if isinstance(other, int) and other == 0:
+            return self
+        return self + other
 
     def __sub__(self, other: Any) -> Operator:
         return self + -1 * as_operator(other)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import chain
 from operator import add
 
 import torch
 from torch import Tensor
 
+from pmaf._spread import mesh_of, replicate
 from pmaf.errors import require_alike, require_broadcast
 from pmaf.operators._base import Operator, number
 
@@ -48,6 +51,14 @@ class Sum(Operator):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
         pairs = zip(self.parts, _split(self.parts, tensors))
         return Sum(*(part.with_tensors(own) for part, own in pairs))
+
+    def claims(self) -> Iterator[Operator]:
+        return chain.from_iterable(part.claims() for part in self.parts)
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        found = [part.in_units(rows) for part in self.parts]
+        largest = reduce(torch.maximum, (exponents for _, exponents in found))
+        return Sum(*(TimesPowers(A, exponents - largest) for A, exponents in found)), largest
 
     def matvec(self, rows: Tensor) -> Tensor:
         return reduce(add, (part.matvec(rows) for part in self.parts))
@@ -98,6 +109,14 @@ class Scaled(Operator):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Scaled:
         return Scaled(self.part.with_tensors(tensors), self.factor)
 
+    def claims(self) -> Iterator[Operator]:
+        return self.part.claims()
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        part, exponents = self.part.in_units(rows)
+        mantissa, power = math.frexp(self.factor)
+        return Scaled(part, mantissa), exponents + power
+
     def matvec(self, rows: Tensor) -> Tensor:
         return self.factor * self.part.matvec(rows)
 
@@ -109,3 +128,48 @@ class Scaled(Operator):
 
     def __repr__(self) -> str:
         return f"Scaled({self.part!r}, {self.factor})"
+
+
+class TimesPowers(Operator):
+    """An operator times a power of two for each batch entry, with exponents `(*,)`."""
+
+    def __init__(self, part: Operator, exponents: Tensor) -> None:
+        self.part, self.exponents, self.symmetric = part, exponents, part.symmetric
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.part.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TimesPowers:
+        return TimesPowers(self.part.with_tensors(tensors), self.exponents)
+
+    def claims(self) -> Iterator[Operator]:
+        return self.part.claims()
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self._times(self.part.matvec(rows))
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return self._times(self.part.rmatvec(rows))
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        return self.part.pullback(self._times(left), right, needs)
+
+    def _times(self, rows: Tensor) -> Tensor:
+        power = self.exponents.to(rows.dtype).exp2()[..., None, None]
+        return rows * replicate(power, mesh_of(rows))
+
+    def __repr__(self) -> str:
+        return repr(self.part)

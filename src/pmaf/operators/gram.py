@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,14 @@ class Gram(Operator):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Gram:
         return Gram(self.X.with_tensors(tensors), self.scale)
+
+    def claims(self) -> Iterator[Operator]:
+        return self.X.claims()
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        X, exponents = self.X.in_units(rows)
+        mantissa, power = math.frexp(self.scale)
+        return Gram(X, mantissa), 2 * exponents + power
 
     def matvec(self, rows: Tensor) -> Tensor:
         image = self.X.rmatvec(self.X.matvec(rows))

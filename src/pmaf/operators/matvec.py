@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class FromMatvec(Operator):
         self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
         self.params = tuple(params)
         floating = [x for x in self.params if x.is_floating_point()]
-        first = (floating or [torch.empty(0)])[0]
+        # Without params the vectors live on the CPU, whatever torch.set_default_device says.
+        first = (floating or [torch.empty(0, device="cpu")])[0]
         self._dtype, self._device = dtype or first.dtype, torch.device(device or first.device)
 
     @property
@@ -75,6 +76,11 @@ class FromMatvec(Operator):
         return FromMatvec(
             self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
         )
+
+    def claims(self) -> Iterator[Operator]:
+        # What autograd makes of matvec is its transpose.
+        if self._rmatvec is not None:
+            yield self
 
     def matvec(self, rows: Tensor) -> Tensor:
         return self._by_row("matvec", self._matvec, rows, self._shape[-2])
@@ -113,6 +119,20 @@ class FromMatvec(Operator):
         width: int,
     ) -> Tensor:
         image = function(u, *params)
+        # A DTensor takes part in products with DTensors; anything else that is no tensor, or one
+        # of other numbers, would be an error somewhere in the search that names nothing.
+        if not isinstance(image, Tensor):
+            raise TypeError(
+                f"{name} returned {'None' if image is None else type(image).__name__} for u of "
+                f"shape {tuple(u.shape)}; return a torch.Tensor of {u.dtype}"
+                + (" (torch.from_numpy converts it)" if hasattr(image, "__array__") else "")
+            )
+        if image.dtype != u.dtype or image.device != u.device:
+            raise TypeError(
+                f"{name} returned {image.dtype} on {image.device} for u of {u.dtype} on {u.device};"
+                " return the dtype and the device of u, for example with .to(u), or say what they "
+                f"are with FromMatvec(..., dtype={image.dtype})"
+            )
         if image.shape != (*u.shape[:-1], width):
             raise ValueError(
                 f"{name} returned shape {tuple(image.shape)} for u of shape {tuple(u.shape)}; an "

@@ -166,12 +166,14 @@ class _Pattern:
     def matrix(self, values: Tensor) -> Tensor:
         values = values.reshape(-1) if self.order is None else values.reshape(-1)[self.order]
         shape = (len(self.starts) - 1, self.width)
-        with warnings.catch_warnings():
-            # That CSR tensors are a beta feature is no news to whoever passes a sparse one.
-            warnings.filterwarnings("ignore", message=".*[Ss]parse", category=UserWarning)
-            return torch.sparse_csr_tensor(
-                self.starts, self.columns, values, shape, check_invariants=False
-            )
+        return torch.sparse_csr_tensor(
+            self.starts,
+            self.columns,
+            values,
+            shape,
+            device=values.device,  # or the default device would take it away
+            check_invariants=False,
+        )
 
 
 def _starts(sorted_or_not: Tensor, size: int) -> Tensor:
@@ -186,5 +188,22 @@ def _narrow(starts: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor
         return starts.int(), columns.int()
     return starts, columns
 
+
+def _hear_out() -> None:
+    """Let torch say that CSR tensors are a beta feature, which it does once in a process.
+
+    Here, while the module is imported, and unheard: whoever passes a sparse tensor knows. To
+    ignore the warning around every product would change the filters of the whole process, and
+    those of other threads with them.
+    """
+    index, values = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor(
+            index, index[:0], values, (1, 1), device="cpu", check_invariants=False
+        )
+
+
+_hear_out()
 
 _NARROW = 8

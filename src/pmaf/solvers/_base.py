@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -129,9 +130,11 @@ def _written(x: Any) -> Any:
         return {_KIND: x.kind, **{name: _written(getattr(x, name)) for name in names}}
     if isinstance(x, (tuple, list)):
         return type(x)(_written(item) for item in x)
-    if x is None or isinstance(x, (bool, int, str)):
+    if x is None or isinstance(x, (bool, str)):
         return x
-    if isinstance(x, float) and not math.isnan(x):  # NumPy's among them, which print as calls
+    if isinstance(x, numbers.Integral):  # NumPy's numbers print as calls
+        return int(x)
+    if isinstance(x, numbers.Real) and not math.isnan(x):
         return _Number(x)
     raise TypeError(f"{x!r} has no literal")
 

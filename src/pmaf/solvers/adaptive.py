@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf._paths import took
+from pmaf.errors import require_at_least, require_not_negative
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._dominant import Dominant, dominant, longest_row
 from pmaf.solvers._eigen import outcome, without_report
@@ -47,6 +48,12 @@ class Adaptive(Solver):
 
     serves = ("PrincipalEigenvectors",)
     certain = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("power_from", "general_from", "krylov_from"):
+            require_not_negative(name, getattr(self, name), infinite=True)
+        require_at_least("krylov_size", self.krylov_size, 1)
 
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True

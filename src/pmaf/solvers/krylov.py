@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf._paths import took
-from pmaf.errors import require_at_least
+from pmaf.errors import require_at_least, require_tolerance
 from pmaf.solvers._base import Outcome, Solver
 
 
@@ -41,6 +41,7 @@ class Krylov(Solver):
         if self.dimension is not None:
             require_at_least("dimension", self.dimension, 4)
         require_at_least("max_products", self.max_products, 1)
+        require_tolerance("tolerance", self.tolerance)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         took("products")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_at_least
+from pmaf.errors import require_at_least, require_tolerance
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import norm_of, outcome, rayleigh_ritz, start_block
 from pmaf.solvers._loop import iterate
@@ -49,6 +49,7 @@ class Lanczos(Solver):
         require_at_least("depth", self.depth, 2)
         require_at_least("extra", self.extra, 0)
         require_at_least("restarts", self.restarts, 1)
+        require_tolerance("tolerance", self.tolerance)
 
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pmaf._linalg import dot, norm
+from pmaf.errors import require_not_negative, require_number
 from pmaf.solvers._base import Configured
 from pmaf.solvers._loop import iterate
 
@@ -58,7 +59,7 @@ class LineSearch(Configured):
         super().__post_init__()
         for name in ("alpha", "beta"):
             value = getattr(self, name, 0.5)
-            if not 0 < value < 1:
+            if not 0 < require_number(name, value) < 1:
                 raise ValueError(f"{name} must lie between 0 and 1; got {value}")
 
     def score(self, ray: Ray, length: Tensor) -> Tensor:
@@ -115,6 +116,10 @@ class TangentDecay(LineSearch):
 
     beta: float = 0.9
     angle_tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_not_negative("angle_tolerance", self.angle_tolerance)
 
     @property
     def lowest(self) -> float:

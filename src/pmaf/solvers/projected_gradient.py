@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, rmatvec
-from pmaf.errors import require_finite
+from pmaf.errors import require_at_least, require_finite, require_not_negative
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._loop import iterate
 from pmaf.solvers.line_search import LineSearch, Ray
@@ -74,6 +74,13 @@ class ProjectedGradient(Solver):
         super().__post_init__()
         if self.step not in ("unit", "gradient"):
             raise ValueError(f'step must be "unit" or "gradient"; got {self.step!r}')
+        if not (self.search is None or isinstance(self.search, LineSearch)):
+            raise TypeError(
+                f"search must be None, Backtracking() or TangentDecay(); got {self.search!r}"
+            )
+        require_not_negative("regulariser", self.regulariser)
+        require_not_negative("tolerance", self.tolerance)
+        require_at_least("max_iterations", self.max_iterations, 1)
 
     def solve(
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True

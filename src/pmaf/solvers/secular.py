@@ -19,7 +19,7 @@ from torch import Tensor
 from pmaf import sphere
 from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec, square_range
 from pmaf._paths import took
-from pmaf.errors import require_finite
+from pmaf.errors import require_at_least, require_finite
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.spectrum import (
     Spectrum,
@@ -54,6 +54,11 @@ class Secular(Solver):
 
     max_iterations: int = 64
     refinements: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("max_iterations", self.max_iterations, 1)
+        require_at_least("refinements", self.refinements, 0)
 
     def solve(
         self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True

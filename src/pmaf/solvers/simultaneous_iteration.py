@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_at_least
+from pmaf.errors import require_at_least, require_finite_number, require_tolerance
 from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers._eigen import (
     norm_of,
@@ -55,6 +55,9 @@ class SimultaneousIteration(Solver):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("iterations", self.iterations, 1)
+        require_tolerance("tolerance", self.tolerance)
+        if self.shift is not None:
+            require_finite_number("shift", self.shift)
 
     def solve(
         self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
