@@ -74,6 +74,8 @@ def test_second_derivatives_of_simple_eigenvectors(values, k, solver, largest):
             assert second(loss, A, D) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+# Of torch's own: jvp compiles its decompositions with torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("solver", [None, Dense(), Lanczos()], ids=repr)
 @pytest.mark.parametrize(
     ("values", "k"), [(v, k) for v, k in CASES if v[k - 1] - v[k] > 1e-9], ids=repr
@@ -95,6 +97,8 @@ def test_derivatives_of_projectors(values, k, solver):
     for A in matrices(values):
         expected = second_difference(truth, A, D)
         assert second(loss, A, D) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        along = torch.func.hessian(lambda t, A=A: loss(A + t * D))(torch.zeros((), dtype=T))
+        assert float(along) == pytest.approx(expected, rel=1e-5, abs=1e-5)
         leaf = A.clone().requires_grad_()
         (first,) = torch.autograd.grad(loss(leaf), leaf)
         step = 1e-4

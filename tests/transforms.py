@@ -231,6 +231,7 @@ def check_hessian(column: Column) -> None:
     found = hessian(column.loss)(*inputs)
     expected = jacrev(jacrev(column.loss))(*inputs)
     close([found], [expected], column)
+    close([jacfwd(jacfwd(column.loss))(*inputs)], [expected], column)
 
 
 def check_forward(column: Column) -> None:
@@ -444,7 +445,7 @@ class Row:
 ROWS = [
     Row("`torch.func.grad`, `vjp`", check_grad, traces=True),
     Row("`torch.func.jacrev`", check_jacrev, traces=True),
-    Row("`torch.func.hessian` (forward over reverse)", check_hessian, traces=True, forward=True),
+    Row("`torch.func.hessian`, and forward over forward", check_hessian, traces=True, forward=True),
     Row("`torch.func.jvp`, `jacfwd`, `forward_ad`", check_forward, traces=True, forward=True),
     Row("third derivatives", check_third, traces=True),
     Row("`vmap`: any input, any dimension, nested", check_vmap, traces=True, forwards_only=True),

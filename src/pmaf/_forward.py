@@ -129,11 +129,15 @@ def _symmetric_step(A: Tensor, fixed: Tensor, found: Outcome) -> tuple[Tensor, T
     apart = rise.abs() > merge_tolerance(A.dtype) * scale
     inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
     y = found.value
+    difference = found.multiplier.unsqueeze(-1) - found.multiplier.unsqueeze(-2)
+    # Vectors with one eigenvalue move together: of them the span has derivatives, not each.
+    linked = difference.abs() <= merge_tolerance(A.dtype) * scale
     for _ in range(STEPS):
         image = y @ S
-        rest = image - (image * y).sum(-1, keepdim=True) * y
+        rest = image - torch.where(linked, image @ y.mT, 0) @ y
         y = y + ((rest @ vectors) * inverse) @ vectors.mT
-        y = y / norm(y).unsqueeze(-1)
+        # Newton's step towards orthonormal rows, which are off by the square of the last step.
+        y = 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
     return (y @ S * y).sum(-1), y
 
 

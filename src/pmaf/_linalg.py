@@ -113,7 +113,7 @@ def symmetric_part(A: Tensor) -> Tensor:
     A sum, and not an interpolation from one to the other: that would take a difference first,
     in which entries of opposite signs lose their digits, or overflow.
     """
-    return torch.add(A, A.mT).mul_(0.5)
+    return 0.5 * (A + A.mT)
 
 
 def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:
