@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pmaf import _spread, sphere
-from pmaf._ied_attach import full_precision
+from pmaf._ied_attach import OutOfRangeError, full_precision
 from pmaf._ied_search import Largest
 from pmaf._less_entries import are_few, solve_entries
-from pmaf._linalg import long_norm, square_range
+from pmaf._linalg import long_norm, power_of_two, square_range
 from pmaf._rows import Rows, first_order, spread_alike
 from pmaf._solve import Backward, announce
 from pmaf._space import Found, Inside, Space, Task, search
@@ -86,6 +86,7 @@ class _Searches:
         rows.require_transposes(solver.tolerance_of(rows.A.dtype))
         g = rows.pulled(b)
         if not torch.isfinite(g).all():
+            rows.require_finite()
             require_finite(b=(_spread.local(b), 1))
         self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
         image = rows.gram(self.random)
@@ -101,16 +102,18 @@ class _Searches:
         self.tolerance = solver.tolerance_of(g.dtype)
 
     def _require_range(self, image: Tensor, g: Tensor) -> None:
-        """Products with `AᵀA` have not vanished where those with `A` have not."""
+        """Products with `AᵀA` are in the range of the dtype; raises `OutOfRangeError` if not.
+
+        Not where those with `A` are out of range, too: no units help there.
+        """
         tiny = torch.finfo(g.dtype).tiny
-        gone = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1))) < tiny
-        if self.rows.agreed(~gone):
+        size = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1)))
+        if self.rows.agreed((size >= tiny) & torch.isfinite(size)):
             return
-        if bool((self.rows(self.random).abs().amax((-2, -1)) > 0)[gone].any()):
-            raise ValueError(
-                f"products with the square of {self.rows.A!r} underflow {g.dtype}; multiply A and "
-                "b by the same number, which does not change the solution, or use float64"
-            )
+        # One unit for all entries of a batch: an operator is multiplied by numbers.
+        unit = power_of_two(self.rows(self.random).abs().amax())
+        if self.rows.agreed(torch.isfinite(unit) & (unit != 1)):
+            raise OutOfRangeError(unit)
 
     def gram(self, x: Tensor) -> Tensor:
         return self.rows.gram(x) / self.unit

@@ -25,11 +25,15 @@ def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tenso
     low, high = square_range(A.dtype)
     quotient = b if radius == 1 else b / radius
     sizes = torch.linalg.vector_norm(A.detach(), dim=(-2, -1))
-    pull = torch.linalg.vector_norm(quotient.detach(), math.inf, -1)
     eager = plain(A) and plain(b)
     if eager:
-        least, most = sizes.aminmax()
-        if low < float(least) and float(most) < high and float(pull.amax()) < high:
+        (least, most), (bottom, top) = sizes.aminmax(), quotient.detach().aminmax()
+        if (
+            low < float(least)
+            and float(most) < high
+            and -high < float(bottom)
+            and float(top) < high
+        ):
             return A, quotient, None
         errors.require_finite(A=(A, 2), b=(b, 1))
     unit = _exponent(A.detach().abs().amax((-2, -1)))
@@ -42,7 +46,7 @@ def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tenso
         # A trace cannot ask whether anything is out of range. Its units for A must come from A
         # alone, since many problems may share it.
         unit = torch.where((sizes > low) & (sizes < high), 0, unit)
-        excess = torch.where(pull < high, 0, excess)
+        excess = torch.where(quotient.detach().abs().amax(-1) < high, 0, excess)
     return (
         scaled(A, -unit[..., None, None]),
         scaled(b / mantissa, -(unit + excess + power).unsqueeze(-1)),

@@ -12,6 +12,7 @@ from pmaf import errors, sphere
 from pmaf._certify_operator import certify_minimiser
 from pmaf._eager import plain
 from pmaf._forward import forward_less, forward_mode, require_forward
+from pmaf._ied_attach import OutOfRangeError
 from pmaf._less_attach import attach
 from pmaf._less_operator import attach_less_operator, find_minimiser
 from pmaf._less_range import in_range, scaled
@@ -226,7 +227,16 @@ class SphereLeastSquares:
         b = b if self.radius == 1 else b / self.radius
         assert isinstance(solver, Krylov)
         init = None if init is None else whole(init)
-        outcome, backward = attach_less_operator(A, b, solver, init, throw)
+        try:
+            outcome, backward = attach_less_operator(A, b, solver, init, throw)
+        except OutOfRangeError as found:
+            # The solution for (A/c, b/c) is the same; multiplier and gap are c² times theirs.
+            unit = float(found.unit)
+            A, b = A / unit, b / unit
+            outcome, backward = attach_less_operator(A, b, solver, init, throw)
+            outcome = outcome._replace(
+                multiplier=outcome.multiplier * unit * unit, gap=outcome.gap * unit * unit
+            )
         value = self.radius * outcome.value  # not what the backward pass keeps, which is read-only
         return joined(Solution(value.to(dtype), *outcome[1:6], backward), A, b)
 
