@@ -277,7 +277,8 @@ class PrincipalEigenvectors:
         if self.k is None:
             values, vectors = values.squeeze(-1), vectors.squeeze(-1)
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(vectors, values, *tuple(outcome)[2:6])
+        _, _, residual, gap, iterations, converged, *_ = outcome
+        return Solution(vectors, values, residual, gap, iterations, converged)
 
     @property
     def flipped(self) -> bool:

@@ -181,7 +181,8 @@ class SphereLeastSquares:
             outcome = attach(A, b, init, text, gradient, report, throw)
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(value.to(dtype), *tuple(outcome)[1:6])
+        _, multiplier, residual, gap, iterations, converged, *_ = outcome
+        return Solution(value.to(dtype), multiplier, residual, gap, iterations, converged)
 
     def _run_operator(
         self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
