@@ -318,7 +318,8 @@ class PrincipalEigenvectors:
             vectors = rows.mT * signs.unsqueeze(-2)
         values = values.clone() if self.largest else -values
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(vectors, values, *tuple(outcome)[2:6])  # pyright: ignore[reportArgumentType]
+        _, _, residual, gap, iterations, converged, *_ = outcome
+        return Solution(vectors, values, residual, gap, iterations, converged)
 
     @property
     def flipped(self) -> bool:

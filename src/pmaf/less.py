@@ -181,7 +181,8 @@ class SphereLeastSquares:
             )
         value = outcome.value if self.radius == 1 else self.radius * outcome.value
         # The compiler of torch 2.7 cannot slice a named tuple.
-        return Solution(value.to(dtype), *tuple(outcome)[1:6])  # pyright: ignore[reportArgumentType]
+        _, multiplier, residual, gap, iterations, converged, *_ = outcome
+        return Solution(value.to(dtype), multiplier, residual, gap, iterations, converged)
 
     def _run_unit(
         self,
