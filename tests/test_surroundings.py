@@ -197,3 +197,53 @@ def test_the_way_is_logged(caplog):
     caplog.set_level("DEBUG", logger="pmaf")
     pmaf.ied(random(200, 200).abs())
     assert caplog.messages == ["ied: power steps"]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("trace", [False, True])
+def test_small_steps_run_on_one_thread(trace, monkeypatch):
+    """A parallel region of a tiny step waits for a core whenever another process is busy."""
+    seen = []
+
+    def watched(name):
+        original = getattr(torch.linalg, name)
+
+        def call(*args, **kwargs):
+            seen.append(torch.get_num_threads())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch.linalg, name, call)
+
+    watched("eigh")
+    A, b = random(1_000, 6, 4).requires_grad_(), random(1_000, 6)
+    S = random(1_000, 5, 5).requires_grad_()
+    for call, inputs in ((pmaf.less, (A, b)), (lambda S: pmaf.ied(S).vectors, (S,))):
+        seen.clear()
+        out = torch.func.vmap(call)(*inputs) if trace else call(*inputs)
+        out.square().sum().backward()
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match="non-finite"):
+        pmaf.less(A.detach() * torch.nan, b)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_large_matrices_keep_their_threads(monkeypatch):
+    original, seen = torch.linalg.eigh, []
+
+    def call(*args, **kwargs):
+        seen.append(torch.get_num_threads())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "eigh", call)
+    pmaf.ied(random(4, 100, 100), 3)
+    assert seen == [2]

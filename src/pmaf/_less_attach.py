@@ -52,7 +52,7 @@ def _solve(
 
     if init is not None:
         errors.require_finite(init=(init, 1))
-    with torch.autocast(A.device.type, enabled=False):
+    with torch.autocast(A.device.type, enabled=False), OneThread(A):
         outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
     announce(outcome, solver, throw)
     return outcome
