@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-portable test-versions bench lint format clean
+.PHONY: demo test test-long test-portable test-versions mutants bench lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
@@ -17,6 +17,9 @@ test-portable: .venv/ready
 
 test-versions: .venv/ready
 	$(BIN)/python -m tests.versions
+
+mutants: .venv/ready
+	$(BIN)/python -m tests.mutants
 
 bench: .venv/ready
 	$(BIN)/pmaf bench

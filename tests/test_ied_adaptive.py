@@ -308,3 +308,33 @@ def test_a_run_without_stopping_test_is_careful_where_it_has_to_be():
     values, vectors = pmaf.ied(A, solver=solver)
     torch.testing.assert_close(values, torch.tensor([3.0, 0.0], dtype=T))
     assert torch.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_less_than_half_of_the_norm_proves_nothing(symmetric):
+    """The longest row leads to 0.70 of the norm, an eigenvector, and 0.71 is elsewhere."""
+    n = 40
+    x = torch.cos(torch.arange(n, dtype=T))
+    x[0] = 0
+    x = x / x.norm()
+    A = 0.71 * torch.outer(x, x)
+    A[0, 0] = 0.70
+    value, vector = pmaf.ied(A, symmetric=symmetric, solver=EAGER)
+    assert float(value) == pytest.approx(0.71, rel=1e-12)
+    assert float((vector @ x).abs()) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_a_krylov_space_that_has_all_digits_without_the_answer_in_it(k, ways):
+    """Few eigenvalues, each of them often: the residual is rounding, and the factor fails."""
+    n = 96
+    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    x = torch.randn(n, dtype=T)
+    x = x - start * (x @ start) / (start @ start)
+    q = torch.linalg.qr(torch.cat([x.unsqueeze(1), torch.randn(n, n - 1, dtype=T)], 1)).Q
+    values = torch.cat([torch.tensor([1.2, 1.0, 0.8]), torch.linspace(0.3, -0.3, 93)]).to(T)
+    values[3:] = (values[3:] * 16).round() / 16  # ten levels
+    A = (q * values) @ q.mT
+    found = pmaf.ied(A, k, solver=EAGER).values
+    torch.testing.assert_close(found.reshape(-1), values[: k or 1])
+    assert ways == []

@@ -11,6 +11,7 @@ from pmaf import _eigh, _ied_lean
 from pmaf._ied_lean import solve_lean, suits
 from pmaf._neumann import neumann
 from pmaf.solvers import Adaptive, Dense
+from pmaf.solvers._products import fixed_rows
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
 
 T = torch.float64
@@ -295,3 +296,19 @@ def test_a_loop_in_inference_mode_does_not_spoil_training():
         pmaf.ied(dominated(5, n=64))
     A = dominated(5, n=64).requires_grad_()
     assert torch.autograd.grad(pmaf.ied(A).vectors.sum(), A)[0].isfinite().all()
+
+
+def test_squares_that_underflow_prove_nothing():
+    """The start sees 0.70; the squares of 0.71, spread over many entries, are below all numbers."""
+    n = 120
+    start = fixed_rows(n, T, torch.device("cpu"))[0]
+    span = torch.stack([torch.eye(n, dtype=T)[0], start])
+    x = torch.cos(torch.arange(n, dtype=T))
+    x = x - torch.linalg.lstsq(span.mT, x.unsqueeze(-1)).solution.mT[0] @ span
+    x = x / x.norm()
+    A = 0.71 * torch.outer(x, x)
+    A[0, 0] += 0.70
+    for scale in (1.0, 1e-161):
+        value, vector = pmaf.ied(scale * A)
+        assert float(value) / scale == pytest.approx(0.71, rel=1e-10)
+        assert float((vector @ x).abs()) == pytest.approx(1, rel=1e-10)

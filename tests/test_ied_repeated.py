@@ -133,6 +133,21 @@ def test_a_repeated_dominant_eigenvalue_has_no_gradient(rows, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("values", [[2, 2, 1, 0.5], [2, 1, 2, 2], [-2, 1, 0.5, -2]], ids=str)
+def test_a_repeated_dominant_eigenvalue_that_is_known_up_to_rounding(values, dtype, create_graph):
+    """The matrix is exact in binary, its eigenvalues are not; none is divided by the rest."""
+    one = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
+    q = torch.kron(one, one) / 2
+    A = (q * torch.tensor(values, dtype=dtype) @ q.mT).requires_grad_()
+    found = pmaf.ied(A, symmetric=False)
+    loss = (found.vectors * torch.arange(1.0, 5.0)).sum() + found.values
+    (gradient,) = torch.autograd.grad(loss, A, create_graph=create_graph)
+    assert float(gradient.detach().abs().max()) <= 100.0
+
+
+@pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
 # Of torch's own: jvp compiles its decompositions with torch.jit.script.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, T])

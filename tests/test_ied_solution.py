@@ -4,7 +4,15 @@ import pytest
 import torch
 
 import pmaf
-from pmaf.solvers import Adaptive, Auto, Dense, Lanczos, PowerIteration, SimultaneousIteration
+from pmaf.solvers import (
+    Adaptive,
+    Auto,
+    Dense,
+    Krylov,
+    Lanczos,
+    PowerIteration,
+    SimultaneousIteration,
+)
 from tests.ied_cases import NONSYMMETRIC, REPEATED_TOP, SYMMETRIC, with_eigenvalues
 
 DTYPES = [torch.float32, torch.float64]
@@ -270,3 +278,25 @@ A = torch.randn(4, 4)
 def test_wrong_arguments(arguments, kind, words):
     with pytest.raises(kind, match=words):
         pmaf.ied(**(dict(A=A) | arguments))
+
+
+@pytest.mark.parametrize(
+    "solver", [None, Dense(), Lanczos(), SimultaneousIteration(), Krylov()], ids=repr
+)
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_gap_is_that_of_the_vectors_asked_for(largest, solver):
+    """Eigenvalues that are closer to each other than to them are of no account."""
+    A = with_eigenvalues([5.0, 4.2, 3.0, 1.0, 0.9, 0.6])
+    A = A if largest else -A
+    for k, gap in ((1, 0.8), (2, 0.8), (3, 0.8), (4, 0.1), (6, 0.1)):
+        found = pmaf.solve(pmaf.PrincipalEigenvectors(A, k, largest=largest), solver=solver)
+        assert float(found.gap) == pytest.approx(gap, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_a_certificate_tells_the_smallest_from_the_largest(k):
+    A = with_eigenvalues([5.0, 3.0, 2.0, -1.0])
+    for largest in (True, False):
+        problem = pmaf.PrincipalEigenvectors(A, k, largest=largest)
+        assert pmaf.certify(problem, pmaf.ied(A, k, largest=largest).vectors).holds(1e-12)
+        assert not pmaf.certify(problem, pmaf.ied(A, k, largest=not largest).vectors).holds(0.1)

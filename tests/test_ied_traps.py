@@ -211,3 +211,13 @@ def test_blocks_of_a_positive_matrix_that_are_hardly_coupled(dtype, coupling):
     A = torch.block_diag(*blocks).to(dtype) + coupling
     exact = torch.linalg.eigvals(A.double()).abs().max()
     assert float(pmaf.ied(A, symmetric=False).values) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_mapping_over_a_start():
+    """One start after another for a batch of matrices that all of them have in common."""
+    A = torch.stack([with_eigenvalues([3.0, 2.0, 0.5, 0.1], seed) for seed in (1, 2)])
+    inits = torch.eye(4, dtype=T)[:3]
+    solver = PowerIteration()
+    mapped = torch.func.vmap(lambda init: pmaf.ied(A, init=init, solver=solver).vectors)(inits)
+    expected = torch.stack([pmaf.ied(A, init=init, solver=solver).vectors for init in inits])
+    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ from pmaf.experiments.measure import peak_bytes
 from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Sparse
 from pmaf.solvers import Auto, Krylov
 from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
-from tests.less_cases import DEGENERATE, REGULAR
+from tests.less_cases import DEGENERATE, REGULAR, with_singular_values
 from tests.oracles import differences
 
 F64 = torch.float64
@@ -750,3 +750,58 @@ def test_the_smallest_eigenvector_of_a_graph_is_constant():
     torch.testing.assert_close(values[0], torch.tensor(0.0, dtype=F64), rtol=0, atol=1e-13)
     torch.testing.assert_close(vectors[:, 0], torch.full((60,), 60**-0.5, dtype=F64))
     assert values[1] > 0.1
+
+
+def test_a_start_breaks_the_tie_of_two_minimisers():
+    A, left, right = with_singular_values([3.0, 2.0, 1.0], 5)
+    b, lowest = left[:, 0] + 0.5 * left[:, 1], right[:, 2]
+    for sign in (1.0, -1.0):
+        u = pmaf.less(Matrix(A), b, init=sign * lowest + 0.1 * right[:, 0])
+        height = (1 - (3 / 8) ** 2 - (1 / 3) ** 2) ** 0.5
+        # The height is the root of what the others leave, each of them known to rounding.
+        assert float(u @ lowest) == pytest.approx(sign * height, abs=1e3 * torch.finfo(F64).eps)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("c", [1e-25, 2e-25, 1.0, 1e25, 2e25])
+def test_gradients_of_values_have_no_unit(c, symmetric):
+    """Of a symmetric matrix the gradient is yyᵀ, else with the left eigenvector in it."""
+    X = randn(30, 30).abs().float()
+    A = (c * X).requires_grad_()
+    value, _ = pmaf.ied(Matrix(A), symmetric=symmetric)
+    (found,) = torch.autograd.grad(value, A)
+    exact = X.double()
+    exact = 0.5 * (exact + exact.mT) if symmetric else exact
+    pairs = [torch.linalg.eig(M) for M in (exact, exact.mT)]
+    y, left = (vectors[:, values.abs().argmax()].real for values, vectors in pairs)
+    expected = torch.outer(left, y) / (left @ y)
+    exact_value = float(pairs[0].eigenvalues.abs().max())
+    assert float(value.detach()) / c == pytest.approx(exact_value, rel=1e-5)
+    # One eigenvalue is ten times the next: rounding is hardly magnified.
+    assert float((found - expected).norm()) <= 1e2 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("n", [50, 1500])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_space_that_is_invariant_from_the_first_product_on(n, symmetric):
+    """Of −2I nothing is left beside the start but rounding, which is no direction."""
+    A = Diagonal(torch.full((n,), -2.0, dtype=F64))
+    if symmetric:
+        values, vectors = pmaf.ied(A, 3)
+        torch.testing.assert_close(values, torch.full((3,), -2.0, dtype=F64))
+        torch.testing.assert_close(vectors.mT @ vectors, torch.eye(3, dtype=F64))
+    else:
+        with pytest.warns(pmaf.ConvergenceWarning):  # it is not simple
+            assert float(pmaf.ied(A, symmetric=False).values) == pytest.approx(-2)
+
+
+def test_a_gradient_of_no_digits_says_so():
+    """Its system is solved to rounding, which the inverse of the gap makes a tenth of it."""
+    eps = torch.finfo(torch.float32).eps
+    d = torch.linspace(0, 0.9, 50)
+    d[[3, 20]] = torch.tensor([1.0, 1 - 16 * eps])
+    d.requires_grad_()
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(Diagonal(d)))
+    with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
+        (weights(solution.value) * solution.value).sum().backward()
+    assert not solution.backward.converged

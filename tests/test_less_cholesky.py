@@ -122,6 +122,15 @@ def test_only_what_is_not_proved_is_handed_over(handed):
     assert handed == [128]
 
 
+@pytest.mark.parametrize("n", [255, 256, 301])
+def test_large_problems_are_not_handed_over(n, handed):
+    """Their Gram matrices are made in blocks, and are Gram matrices all the same."""
+    A, b = batch(3, 2 * n, n)
+    u = pmaf.less(A, b, solver=Cholesky())
+    assert handed == []
+    assert pmaf.certify(pmaf.SphereLeastSquares(A, b), u).holds(16 * torch.finfo(T).eps).all()
+
+
 def test_a_few_small_problems_are_decomposed(handed):
     A, b = batch(4, 40, 20)
     assert isinstance(Auto().resolve(pmaf.SphereLeastSquares(A, b)), Secular)

@@ -178,3 +178,79 @@ def test_traced_least_squares_at_any_scale(scale, gradient):
     found = torch.func.grad(loss, (0, 1))(A * scale, b * scale)
     for x, y in zip(found, expected):
         assert float((x * scale - y).norm() / y.norm()) <= 1e4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1e25), (torch.float32, 1e-25), (T, 1e200), (T, 1e-200)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [dict(k=2), dict(k=2, solver=Lanczos()), dict(solver=PowerIteration()), dict(symmetric=False)],
+    ids=repr,
+)
+def test_traced_eigenvectors_at_any_scale(options, dtype, scale):
+    """Units are chosen inside the operator there, and everything has to come back from them."""
+    A = random(6, 6, dtype=dtype).abs() + torch.diag(torch.arange(6.0, 0.0, -1.0)).to(dtype)
+    solver = options.get("solver")
+    names = {name: x for name, x in options.items() if name != "solver"}
+
+    def report(A):
+        found = pmaf.solve(pmaf.PrincipalEigenvectors(A, **names), solver=solver)
+        return found.value, found.multiplier, found.gap
+
+    def loss(A):
+        vectors = pmaf.ied(A, **options).vectors
+        return (vectors * weights(vectors)).sum()
+
+    vectors, values, gap = torch.func.vmap(report)((scale * A).unsqueeze(0))
+    expected = torch.func.vmap(report)(A.unsqueeze(0))
+    close = 1e4 * torch.finfo(dtype).eps
+    for x, y in zip((vectors, values / scale, gap / scale), expected):
+        torch.testing.assert_close(x, y, rtol=close, atol=close)
+    gradient = torch.func.grad(loss)(scale * A) * scale
+    torch.testing.assert_close(gradient, torch.func.grad(loss)(A), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_traced_gradients_of_entries_whose_sum_overflows(k):
+    most = torch.finfo(T).max
+    A = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5], dtype=T))
+    A[0, 2] = A[2, 0] = 0.25
+    unit = 2.0**1022  # three of these are a number, and six are not
+    assert 3 * unit < most < 5 * unit
+
+    def loss(A):
+        vectors = pmaf.ied(A, k).vectors
+        return (vectors * weights(vectors)).sum()
+
+    # In parts, since the gradient of what is not small is next to nothing.
+    found = torch.func.grad(lambda A: unit * loss(A))(unit * A)
+    expected = torch.func.grad(loss)(A)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e3 * torch.finfo(T).eps)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(k=2), dict(solver=PowerIteration()), dict(symmetric=False)],
+    ids=repr,
+)
+def test_gradients_whose_squares_underflow(options, traced):
+    """A loss that is averaged over much sends back little; the gradient is linear in it."""
+    A = random(40, 40, dtype=torch.float32).abs()
+
+    def loss(A, scale):
+        vectors = pmaf.ied(A, **options).vectors
+        return (scale * vectors * weights(vectors)).sum()
+
+    def gradient(scale):
+        if traced:
+            return torch.func.grad(loss)(A, scale)
+        leaf = A.clone().requires_grad_()
+        return torch.autograd.grad(loss(leaf, scale), leaf)[0]
+
+    expected, found = gradient(1.0), gradient(1e-25) * 1e25
+    # What differs is rounding, magnified by less than ten where one eigenvalue dwarfs the rest;
+    # the second of two is close to the third.
+    close = torch.finfo(torch.float32).eps * (1e4 if "k" in options else 1e2)
+    assert float((found - expected).norm() / expected.norm()) <= close

@@ -247,3 +247,30 @@ def test_large_matrices_keep_their_threads(monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", call)
     pmaf.ied(random(4, 100, 100), 3)
     assert seen == [2]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda A: pmaf.ied(A).vectors,
+        lambda A: pmaf.ied(A, 2).vectors,
+        lambda A: pmaf.ied(A.abs(), symmetric=False).vectors,
+        lambda A: pmaf.less(A, A[..., 0]),
+    ],
+    ids=["ied", "ied, k", "ied, nonsymmetric", "less"],
+)
+def test_the_number_of_threads_is_left_alone(call):
+    """Batches of small matrices are solved by one thread; what comes after has all of them."""
+    before = torch.get_num_threads()
+    A = random(64, 6, 6).requires_grad_()
+    torch.set_num_threads(3)
+    try:
+        found = call(A)
+        assert torch.get_num_threads() == 3
+        found.sum().backward()
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ValueError, match="non-finite"):
+            call(A.detach() * torch.nan)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

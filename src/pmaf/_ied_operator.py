@@ -120,7 +120,8 @@ class _Pairs:
         along = torch.zeros_like(y) if d_values is None else d_values.unsqueeze(-1) * y
         right = torch.zeros_like(y) if v is None else v
         if d_values is not None:
-            right = right + rows.transposed(along)
+            # Not the image of `along`, which may leave the range in the units of the search.
+            right = right + d_values.unsqueeze(-1) * rows.transposed(y)
         solved = gmres(
             rows.transposed,
             self.values,

@@ -149,10 +149,10 @@ class EigenConditions(NamedTuple):
         both = torch.cat([v + size * target * self.y, self.y], -2)
         factor, pivots, info = torch.linalg.lu_factor_ex(matrix.detach())
         probe = _probe(v).expand_as(self.y.detach())
-        # How long a unit vector comes back bounds the inverse from below. Beyond the reciprocal
-        # of rounding it has no digits.
-        length = norm(torch.linalg.lu_solve(factor, pivots, probe.mT).mT).unsqueeze(-1)
-        repeated = ~(length * merge_tolerance(v.dtype) * size < 1) | (info != 0)[..., None, None]
+        # How long a vector of the size of the matrix comes back bounds the condition from below.
+        # Beyond the reciprocal of rounding the inverse has no digits.
+        length = norm(torch.linalg.lu_solve(factor, pivots, (size * probe).mT).mT).unsqueeze(-1)
+        repeated = ~(length * merge_tolerance(v.dtype) < 1) | (info != 0)[..., None, None]
         if torch.is_grad_enabled():
             eye = torch.eye(self.A.shape[-1], dtype=v.dtype, device=v.device)
             solved = torch.linalg.solve(torch.where(repeated, eye, matrix), both.mT)

@@ -33,8 +33,10 @@ def neumann(
     the largest ratio of moduli to that of `λ`; nan without one.
     """
     inverse = 1 / value.unsqueeze(-1)
-    w = last = first = right * inverse
     least = torch.finfo(right.dtype).tiny
+    # In units in which no square underflows: what cannot be seen would seem to have converged.
+    unit = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True).clamp_min_(least)
+    w = last = first = right / unit
     size = norm(first).clamp_min_(least)
     target = 4 * torch.finfo(right.dtype).eps
     count = math.ceil(math.log(target) / math.log(rate)) + 1 if 0 < rate < 1 else 4
@@ -45,7 +47,7 @@ def neumann(
         steps += count
         worst = float((norm(w - last) / size).amax())  # the residual of `last`, exactly
         if worst <= target:
-            return w
+            return w * (unit * inverse)
         # It shrinks geometrically, which says how much there is left to do.
         if not worst < before:
             return None

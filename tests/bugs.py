@@ -1,0 +1,1401 @@
+"""The bugs that `tests/mutants.py` puts in, and the tests that ought to see them.
+
+Few and fast tests each: what is asked is whether anything looks at the line, not whether the
+whole suite does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A text of a file in `src/pmaf`, and what to write in its place.
+
+    `argued` says why it is right that no test sees the bug, if it is.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # names of tests in the folder `tests`, with blanks between them
+    argued: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(f"tests/{name}" for name in self.tests.split())
+
+
+IED_GRADIENTS = (
+    "test_ied_gradients.py::test_first_and_second_derivatives[largest-Dense()-2] "
+    "test_ied_gradients.py::test_first_and_second_derivatives[smallest-Dense()-2]"
+)
+LESS_GRADIENTS = (
+    "test_less_gradients.py::test_derivatives_of_a_batch[Implicit()-()-(3,)] "
+    "test_less_gradients.py::test_derivatives_of_a_batch[Implicit()-(3,)-()]"
+)
+DDN_GRADIENTS = "test_less_gradients.py::test_derivatives_of_a_batch[DDN(exploit=True)-(3,)-()]"
+ITERATION = "test_ied_gradients.py::test_krylov_backward_of_a_large_matrix"
+CLOSE = (
+    "test_ied_sizes.py::test_gradients_of_close_eigenvectors[500-1e-05-flat-None-True-None] "
+    "test_ied_sizes.py::test_gradients_of_close_eigenvectors[500-1e-05-flat-2-True-None] "
+    "test_ied_sizes.py::test_gradients_of_close_eigenvectors[500-1e-05-flat-2-True-Dense()] "
+    "test_ied_sizes.py::test_gradients_of_close_eigenvectors[250-9e-06-flat-None-True-None]"
+)
+CHOLESKY = (
+    "test_less_cholesky.py::test_value_report_and_gradient[40-20-0.3-dtype0] "
+    "test_less_cholesky.py::test_value_report_and_gradient[24-24-0.03-dtype1] "
+    "test_less_cholesky.py::test_value_report_and_gradient[300-256-1.0-dtype1] "
+    "test_less_cholesky.py::test_ill_conditioned_matrices_lose_no_digits "
+    "test_less_cholesky.py::test_only_what_is_not_proved_is_handed_over "
+    "test_less_cholesky.py::test_a_direction_that_b_does_not_see_is_not_forgotten "
+    "test_less_hard_cases.py"
+)
+TALL = (
+    "test_less_sizes.py::test_tall[1-1000-40-1000-inner-None] "
+    "test_less_sizes.py::test_tall[300-2000-14-1000-inner-None] "
+    "test_less_sizes.py::test_tall[1-30000-3-1000-inner-None]"
+)
+SPAN = "test_krylov.py::test_gradients_of_what_happens_inside_the_span"
+WARM = "test_krylov.py::TestWarmStarts"
+HONEST = "test_krylov.py::TestHonesty"
+OVERTAKEN = (
+    f"{WARM}::test_whatever_place_it_has_a_vector_that_has_been_overtaken_is_left"
+    "[near-False-torch.float64] "
+    f"{WARM}::test_whatever_place_it_has_a_vector_that_has_been_overtaken_is_left"
+    "[near-True-torch.float64]"
+)
+
+SPECTRUM = [
+    Bug(
+        "eigenvalues count as one a hundred times too early",
+        "spectrum.py",
+        "return 8 * torch.finfo(dtype).eps",
+        "return 800 * torch.finfo(dtype).eps",
+        f"{CLOSE} test_less_traps.py",
+    ),
+    Bug(
+        "eigenvalues never count as one",
+        "spectrum.py",
+        "return 8 * torch.finfo(dtype).eps",
+        "return 0.01 * torch.finfo(dtype).eps",
+        "test_ied_sizes.py::test_equal_eigenvalues_are_still_found_equal",
+    ),
+    Bug(
+        "rank tolerance grows as if with the size of the matrix",
+        "spectrum.py",
+        "    return merge_tolerance(dtype)\n",
+        "    return 30_000 * torch.finfo(dtype).eps\n",
+        f"{TALL} test_less_traps.py",
+    ),
+    Bug(
+        "pull of b along singular vectors of no singular value",
+        "spectrum.py",
+        "rmatvec(vectors, rmatvec(A, b)) * present",
+        "rmatvec(vectors, rmatvec(A, b))",
+        "test_less_sizes.py::test_rounding_is_not_a_singular_value",
+    ),
+    Bug(
+        "floor of a promoted spectrum is rounding, not zero",
+        "spectrum.py",
+        "floor = (squares * present)[..., 0]",
+        "floor = squares[..., 0]",
+        "test_less_sizes.py::test_rounding_is_not_a_singular_value",
+    ),
+    Bug(
+        "blocks of a large Gram matrix end at the wrong row",
+        "spectrum.py",
+        "gram[..., low:high, :high] = A[..., low:high].mT @ A[..., :high]",
+        "gram[..., low:high, :low] = A[..., low:high].mT @ A[..., :low]",
+        "test_less_cholesky.py::test_large_problems_are_not_handed_over",
+    ),
+    Bug(
+        "tangent solve without its fallback",
+        "spectrum.py",
+        "nu = torch.addcmul(p, self.low, s_vy) * self.over_d + s_vy * self.fallback",
+        "nu = torch.addcmul(p, self.low, s_vy) * self.over_d",
+        "test_less_gradients.py::test_gradients_are_finite_everywhere test_less_hard_cases.py",
+    ),
+    Bug(
+        "several lowest directions, off by one",
+        "spectrum.py",
+        "n - (~lowest).sum(-1, keepdim=True) > 1",
+        "n - (~lowest).sum(-1, keepdim=True) > 2",
+        "test_less_gradients.py::test_gradients_are_finite_everywhere test_less_hard_cases.py",
+    ),
+    Bug(
+        "several lowest directions where there is one",
+        "spectrum.py",
+        "n - (~lowest).sum(-1, keepdim=True) > 1",
+        "n - (~lowest).sum(-1, keepdim=True) > 0",
+        "test_less_traps.py test_less_conditioning.py test_less_hard_cases.py",
+    ),
+    Bug(
+        "lowest directions are not coupled to the others",
+        "spectrum.py",
+        "coupled = (self.s_yy * along - s_vy * y_low) * self.over_d",
+        "coupled = self.s_yy * along * self.over_d",
+        "test_less_gradients.py::test_derivative_of_b_zero_in_A_follows_the_smallest_singular_vector"
+        " test_less_gradients.py::test_derivatives_at_a_tie_are_those_of_the_branch",
+    ),
+    Bug(
+        "what the basis does not span gets no solution",
+        "spectrum.py",
+        "z = z + solve_lowest(self.y_rest, v_rest)",
+        "z = z + 0 * solve_lowest(self.y_rest, v_rest)",
+        "test_less_gradients.py::test_derivatives_at_a_tie_are_those_of_the_branch",
+    ),
+    Bug(
+        "tangent solution is not projected at the end",
+        "spectrum.py",
+        "return z - self.y * dot(self.y, z).unsqueeze(-1)",
+        "return z",
+        f"test_less_conditioning.py {TALL} test_less_hard_cases.py",
+        argued="The solution is orthogonal to y up to rounding already, which the projection "
+        "removes.",
+    ),
+    Bug(
+        "tangent solve divides by small squares twice as early as it may",
+        "spectrum.py",
+        "tiny = merge_tolerance(y.dtype) ** 2",
+        "tiny = merge_tolerance(y.dtype)",
+        "test_less_traps.py test_less_conditioning.py",
+    ),
+    Bug(
+        "amplification forgets the coupled direction",
+        "spectrum.py",
+        "torch.stack([coupled, inverse.amax(-1), across]).amax(0)",
+        "torch.stack([inverse.amax(-1), across]).amax(0)",
+        "test_less_traps.py test_less_conditioning.py",
+    ),
+    Bug(
+        "amplification forgets merged eigenvalues",
+        "spectrum.py",
+        "torch.stack([coupled, inverse.amax(-1), across]).amax(0)",
+        "torch.stack([coupled, inverse.amax(-1)]).amax(0)",
+        "test_less_traps.py test_less_conditioning.py",
+    ),
+]
+
+IED_RULES = [
+    Bug(
+        "inside the span: wrong sign",
+        "_ied_rules.py",
+        "difference = helper.shift.unsqueeze(-1) - helper.shift.unsqueeze(-2)",
+        "difference = helper.shift.unsqueeze(-2) - helper.shift.unsqueeze(-1)",
+        f"{IED_GRADIENTS} {ITERATION}",
+    ),
+    Bug(
+        "inside the span: transposed",
+        "_ied_rules.py",
+        "torch.where(apart, (v @ y.mT) / torch.where(apart, difference, 1), 0) @ y",
+        "torch.where(apart, (y @ v.mT) / torch.where(apart, difference, 1), 0) @ y",
+        f"{IED_GRADIENTS} {ITERATION}",
+    ),
+    Bug(
+        "inside the span: left out",
+        "_ied_rules.py",
+        "return z if k == 1 else z + self._within(v, y, matrix, helper)",
+        "return z",
+        f"{IED_GRADIENTS} {ITERATION}",
+    ),
+    Bug(
+        "rise of several vectors in the opposite order",
+        "_ied_rules.py",
+        "rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)",
+        "rise = rise - spread[..., -k:].unsqueeze(-1)",
+        IED_GRADIENTS,
+    ),
+    Bug(
+        "a bordered solve without its test for repeated eigenvalues",
+        "_ied_rules.py",
+        "repeated = ~(length * merge_tolerance(v.dtype) < 1) | (info != 0)[..., None, None]",
+        "repeated = (info != 0)[..., None, None].expand_as(length)",
+        "test_ied_repeated.py::"
+        "test_a_repeated_dominant_eigenvalue_that_is_known_up_to_rounding "
+        "test_ied_repeated.py::test_nilpotent",
+    ),
+    Bug(
+        "a bordered solve forgets the gradient of the value",
+        "_ied_rules.py",
+        "((self.y * p).sum(-1, keepdim=True) - target)",
+        "(self.y * p).sum(-1, keepdim=True)",
+        "test_ied_gradients.py::test_nonsymmetric_matches_differences_of_eig",
+    ),
+    Bug(
+        "shifts of equal eigenvalues are not coupled",
+        "_ied_rules.py",
+        "shift = shift + 0.5 * (coupling + coupling.mT)",
+        "shift = shift + 0 * (coupling + coupling.mT)",
+        "test_ied_repeated.py::test_derivatives_of_projectors",
+    ),
+    Bug(
+        "thresholds by the Frobenius norm",
+        "_ied_rules.py",
+        "return torch.maximum(top.abs(), spread.amax(-1, keepdim=True) - top).unsqueeze(-1)",
+        "return frobenius(0.5 * (matrix + matrix.mT))",
+        CLOSE,
+    ),
+    Bug(
+        "thresholds by the Frobenius norm, without a basis",
+        "_ied_rules.py",
+        "return largest_modulus(matrix, shift)",
+        "return frobenius(0.5 * (matrix + matrix.mT))",
+        CLOSE,
+    ),
+    Bug(
+        "lifted matrix with the wrong sign",
+        "_ied_rules.py",
+        "(size * y).mT @ y - A, eye",
+        "-(size * y).mT @ y - A, eye",
+        "test_ied_gradients.py::test_nonsymmetric_second_derivatives",
+        argued="Any multiple of yyᵀ but zero makes the matrix regular, and on the complement of y "
+        "they are all the same.",
+    ),
+    Bug(
+        "a gradient that is not symmetric",
+        "_ied_rules.py",
+        "    z = 0.5 * z\n    return torch.cat([z, y], -2).mT @ torch.cat([y, z], -2)",
+        "    return z.mT @ y",
+        IED_GRADIENTS,
+    ),
+    Bug(
+        "DDN hessian without its lift along y",
+        "_ied_rules.py",
+        "return 2 * value * eye - (self.A + self.A.mT) + lift * outer",
+        "return 2 * value * eye - (self.A + self.A.mT) + 0 * lift * outer",
+        "test_ied_gradients.py::test_the_papers_rules_are_exact_for_symmetric_matrices",
+    ),
+    Bug(
+        "IFT: projection dropped",
+        "_ied_rules.py",
+        "return eye - image + row.mT @ (row @ image)",
+        "return eye - image + 0 * row.mT @ (row @ image)",
+        "test_ied_gradients.py::test_the_papers_rules_are_exact_for_symmetric_matrices",
+    ),
+]
+
+TANGENT = [
+    Bug(
+        "second derivatives without the mask of linked vectors",
+        "gradients/_tangent.py",
+        "if linked is not None:",
+        "if False:",
+        "test_ied_repeated.py::test_second_derivatives_of_simple_eigenvectors",
+        argued="Where eigenvalues differ the multipliers are zero up to rounding, and the products "
+        "of two eigenvectors with the matrix stay zero in whatever way it changes: the mask only "
+        "keeps their rounding out.",
+    ),
+    Bug(
+        "second derivatives without the multiplier of the second solve",
+        "gradients/_tangent.py",
+        "dy = -(nu.mT @ w + omega.mT @ z)",
+        "dy = -(nu.mT @ w)",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "second derivatives without the multiplier of the first solve",
+        "gradients/_tangent.py",
+        "dy = -(nu.mT @ w + omega.mT @ z)",
+        "dy = -(omega.mT @ z)",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "second derivatives without the derivative of the shift",
+        "gradients/_tangent.py",
+        "return None, w, dy, -d_matrix, -d_shift, None, None, None, None",
+        "return None, w, dy, -d_matrix, 0 * d_shift, None, None, None, None",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "second derivatives with the matrix of the wrong sign",
+        "gradients/_tangent.py",
+        "return None, w, dy, -d_matrix, -d_shift, None, None, None, None",
+        "return None, w, dy, d_matrix, -d_shift, None, None, None, None",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "DDN divides by one",
+        "gradients/ddn.py",
+        "ratio = dot(y, s) / torch.where(along == 0, 1, along)",
+        "ratio = dot(y, s)",
+        DDN_GRADIENTS,
+    ),
+    Bug(
+        "IFT solves with the matrix instead of its transpose",
+        "gradients/ift.py",
+        "torch.linalg.solve(H.mT, v.unsqueeze(-1))",
+        "torch.linalg.solve(H, v.unsqueeze(-1))",
+        "test_ied_gradients.py::test_for_nonsymmetric_matrices_ift_is_exact_and_ddn_is_not",
+    ),
+]
+
+LEAN = [
+    Bug(
+        "lean: smallest eigenvalue from the wrong end",
+        "_ied_lean.py",
+        "end = -1 if largest else 0",
+        "end = -1",
+        "test_ied_lean.py::test_it_is_the_general_solution",
+    ),
+    Bug(
+        "lean: gradient of the smallest from the wrong end",
+        "_ied_lean.py",
+        "rise = (spectrum[..., -1:] if largest else spectrum[..., :1]) - spectrum",
+        "rise = spectrum[..., -1:] - spectrum",
+        "test_ied_lean.py::test_it_is_the_general_solution",
+    ),
+    Bug(
+        "lean: equal eigenvalues do not merge",
+        "_ied_lean.py",
+        "merged = (rise if largest else -rise) <= merge_tolerance(values.dtype) * scale",
+        "merged = (rise if largest else -rise) <= 0 * scale",
+        "test_ied_lean.py test_ied_sizes.py::test_equal_eigenvalues_are_still_found_equal "
+        "test_ied_traps.py::test_repeated_requested_eigenvalues_get_gradients_of_ordinary_size",
+    ),
+    Bug(
+        "lean: thresholds by the Frobenius norm",
+        "_ied_lean.py",
+        "scale = torch.linalg.vector_norm(spectrum, math.inf, -1, keepdim=True)",
+        "scale = torch.linalg.vector_norm(spectrum, 2, -1, keepdim=True)",
+        CLOSE,
+    ),
+    Bug(
+        "lean: series cleared once, not twice",
+        "_ied_lean.py",
+        "for _ in range(2):  # what the first leaves",
+        "for _ in range(1):  # what the first leaves",
+        "test_ied_lean.py::test_a_gradient_almost_along_the_vector_takes_no_other_way "
+        "test_ied_lean.py::test_it_is_the_general_solution",
+    ),
+    Bug(
+        "lean: what is left along y stays in the series",
+        "_ied_lean.py",
+        "    z = torch.baddbmm(z, torch.bmm(z, column), rows, alpha=-1)\n    return (z / size)",
+        "    return (z / size)",
+        "test_ied_lean.py",
+        argued="The right-hand side is cleared of y twice, which leaves a rounding, and the sum "
+        "has at most 48 terms: it is some dozens of roundings that the line removes.",
+    ),
+    Bug(
+        "lean: slow series of the smallest solved with the wrong sign",
+        "_ied_lean.py",
+        "return -deflated_solve(-A, -value.unsqueeze(-1), y, v)",
+        "return deflated_solve(-A, -value.unsqueeze(-1), y, v)",
+        "test_ied_lean.py::test_a_gradient_that_the_series_is_too_slow_for",
+    ),
+    Bug(
+        "lean: signs by the second direction alone",
+        "_ied_lean.py",
+        "torch.add(second, torch.hardshrink(first, tolerance), alpha=16 / tolerance)",
+        "second",
+        "test_ied_lean.py::test_it_is_the_general_solution",
+    ),
+    Bug(
+        "lean: second derivatives of the smallest with the wrong sign",
+        "_ied_lean.py",
+        "return dA if largest else -dA",
+        "return dA",
+        "test_ied_lean.py::test_a_gradient_to_be_differentiated_again_is_the_same",
+    ),
+    Bug(
+        "lean: matrices too small to be squared take power steps",
+        "_ied_lean.py",
+        "if found is None or not float(size.amin()) > square_range(A.dtype)[0]:",
+        "if found is None:",
+        "test_ied_lean.py::test_squares_that_underflow_prove_nothing",
+    ),
+    Bug(
+        "lean: flat matrices are told by less than half of their norm",
+        "_ied_lean.py",
+        "_FLAT = 0.6",
+        "_FLAT = 0.0",
+        "test_ied_lean.py",
+        argued="Power steps prove what they find; with a matrix that is not flat they end in vain "
+        "and a decomposition follows. The threshold saves time alone.",
+    ),
+]
+
+ATTACH = [
+    Bug(
+        "units: eigenvalues stay in those of the search",
+        "_ied_attach.py",
+        "multiplier=outcome.multiplier * unit.unsqueeze(-1),",
+        "multiplier=outcome.multiplier,",
+        "test_range.py::test_traced_eigenvectors_at_any_scale",
+    ),
+    Bug(
+        "units: a basis without its spread scaled",
+        "_ied_attach.py",
+        "spread=outcome.spread * unit.unsqueeze(-1),",
+        "spread=outcome.spread,",
+        "test_range.py::test_traced_gradients_of_entries_whose_sum_overflows",
+    ),
+    Bug(
+        "units: the gap stays in those of the search",
+        "_ied_attach.py",
+        "gap=outcome.gap * unit,",
+        "gap=outcome.gap,",
+        "test_range.py::test_traced_eigenvectors_at_any_scale",
+    ),
+    Bug(
+        "rules for one vector forget the gradient of the values",
+        "_ied_attach.py",
+        "dA = (weighted * y).mT @ y",
+        "dA = 0 * (weighted * y).mT @ y",
+        "test_ied_gradients.py::test_the_papers_rules_are_exact_for_symmetric_matrices",
+    ),
+    Bug(
+        "rules for one vector take every value for a constant of the vector",
+        "_ied_attach.py",
+        "v = v + weighted * (y @ A + y @ A.mT)",
+        "v = v + 0 * weighted * (y @ A + y @ A.mT)",
+        "test_ied_gradients.py::test_for_nonsymmetric_matrices_ift_is_exact_and_ddn_is_not",
+    ),
+    Bug(
+        "vmap over a start of fewer dimensions",
+        "_ied_attach.py",
+        "missing = A.dim() - init.dim()",
+        "missing = 0",
+        "test_ied_traps.py::test_mapping_over_a_start",
+    ),
+    Bug(
+        "smallest values come with the sign of the search in the backward pass",
+        "_ied_plain.py",
+        "return values if problem.largest else -values",
+        "return values",
+        IED_GRADIENTS,
+    ),
+    Bug(
+        "vectors of the backward pass in the order of the user",
+        "_ied_plain.py",
+        "return rows.flip(-2) if problem.flipped else rows",
+        "return rows",
+        "test_ied_solution.py::test_order_and_its_gradient_flip_together",
+    ),
+]
+
+OPERATOR = [
+    Bug(
+        "operator: inside the span with the wrong sign",
+        "_ied_operator.py",
+        "difference = values.unsqueeze(-2) - values.unsqueeze(-1)",
+        "difference = values.unsqueeze(-1) - values.unsqueeze(-2)",
+        SPAN,
+    ),
+    Bug(
+        "operator: inside the span left out",
+        "_ied_operator.py",
+        "z = z + torch.bmm(torch.where(apart, half, 0), y)",
+        "z = z + 0 * torch.bmm(torch.where(apart, half, 0), y)",
+        SPAN,
+    ),
+    Bug(
+        "operator: equal eigenvalues by the size of the wanted ones",
+        "_ied_operator.py",
+        "scale = rows.scale[:, None, None]",
+        "scale = values.abs().amax(-1)[:, None, None]",
+        "test_krylov.py::test_eigenvalues_closer_than_rounding_of_the_largest_count_as_one",
+    ),
+    Bug(
+        "operator: gradient of a matrix that is not symmetric",
+        "_ied_operator.py",
+        "if symmetric and not rows.A.symmetric:",
+        "if False:",
+        "test_operators.py::test_ied_equals_that_of_the_matrix",
+    ),
+    Bug(
+        "operator: nonsymmetric gradient of the value without its right-hand side",
+        "_ied_operator.py",
+        "right = right + d_values.unsqueeze(-1) * rows.transposed(y)",
+        "right = right + 0 * rows.transposed(y)",
+        "test_krylov.py::test_every_nonsymmetric_family_equals_the_dense_solve",
+    ),
+    Bug(
+        "operator: eigenvalue gradients in the units of the search",
+        "_ied_operator.py",
+        "rows.back(d_values.reshape(values.shape))",
+        "d_values.reshape(values.shape)",
+        "test_krylov.py::test_gradients_of_values_have_no_unit",
+    ),
+    Bug(
+        "operator: a gradient that is not solved for raises no warning",
+        "_solve.py",
+        "        if converged.all():\n            return",
+        "        if converged is not None:\n            return",
+        f"{HONEST}::test_a_backward_that_ends_early_says_so",
+    ),
+    Bug(
+        "operator: a gradient of what did not converge raises no warning",
+        "_solve.py",
+        "if not doubtful.any():",
+        "if doubtful is not None:",
+        "test_less_products.py::test_what_is_not_solved_says_so_forward_and_backward",
+    ),
+    Bug(
+        "a nonsymmetric warm start has no guard",
+        "_ied_search.py",
+        "guards = 1 if init is not None and k < n else 0",
+        "guards = 1 if init is not None and k < n and symmetric else 0",
+        f"{OVERTAKEN} {WARM}::test_so_is_one_among_complex_eigenvalues",
+    ),
+    Bug(
+        "a symmetric warm start has no guard",
+        "_ied_search.py",
+        "guards = 1 if init is not None and k < n else 0",
+        "guards = 1 if init is not None and k < n and not symmetric else 0",
+        f"{WARM}::test_an_eigenvector_that_is_not_the_top_one_is_left_again",
+    ),
+    Bug(
+        "a guard starts where the given vector is",
+        "_ied_search.py",
+        "return torch.cat([given, rows[:, k:]], -2)",
+        "return torch.cat([given, given[:, : rows.shape[1] - k]], -2)",
+        OVERTAKEN,
+    ),
+    Bug(
+        "a guard is let go of after its first look",
+        "_space.py",
+        "behind = inside.growth * (space.products - 0.5) >= needed",
+        "behind = inside.growth * (space.products - 0.5) >= 0 * needed",
+        OVERTAKEN,
+    ),
+    Bug(
+        "growth of complex eigenvalues as if they were real",
+        "_ied_search.py",
+        "others.imag.abs().amax(-1, keepdim=True)",
+        "0 * others.imag.abs().amax(-1, keepdim=True)",
+        f"{WARM}::test_so_is_one_among_complex_eigenvalues",
+        argued="The ellipse is widened until all eigenvalues are in it, so that a flat one ends up "
+        "far too large, and the guard is followed longer than it has to be",
+    ),
+    Bug(
+        "a tie of moduli converges",
+        "_ied_search.py",
+        "converged = converged & ~tie",
+        "converged = converged | tie",
+        f"{HONEST}::test_two_with_one_modulus_are_not_called_dominant",
+    ),
+    Bug(
+        "of two with one modulus the negative one is favoured",
+        "_ied_search.py",
+        "(theta.real > 0.5 * moduli)",
+        "(theta.real < -0.5 * moduli)",
+        f"{HONEST}::test_two_with_one_modulus_are_not_called_dominant "
+        "test_krylov.py::test_every_nonsymmetric_family_equals_the_dense_solve",
+    ),
+    Bug(
+        "gap of a search as if one vector had been asked for",
+        "_ied_search.py",
+        "gaps = theta.diff(dim=-1)[:, -k:]",
+        "gaps = theta.diff(dim=-1)[:, -1:]",
+        "test_ied_solution.py::test_the_gap_is_that_of_the_vectors_asked_for",
+    ),
+    Bug(
+        "a space of which images are not made anew",
+        "_space.py",
+        "        self._images[:, : self.width] = self.product(basis)\n",
+        "",
+        "test_krylov.py::test_many_restarts",
+    ),
+    Bug(
+        "a space that keeps the wrong images",
+        "_space.py",
+        "self._rows[:, :q], self._images[:, :q] = rows, images",
+        "self._rows[:, :q] = rows",
+        "test_krylov.py::test_many_restarts",
+    ),
+    Bug(
+        "an invariant space goes on with rounding",
+        "_space.py",
+        "block = self._replaced(block, long_norm(block) <= _ROUNDINGS * eps * self.reach, 0)",
+        "block = self._replaced(block, long_norm(block) < 0, 0)",
+        "test_krylov.py::test_a_space_that_is_invariant_from_the_first_product_on",
+    ),
+    Bug(
+        "conjugate residuals that do not stay clear of y",
+        "_tangent_krylov.py",
+        "        x = self.clear(x)\n        return self.clear(",
+        "        return (",
+        "test_krylov.py::test_every_regular_least_squares_family_has_the_dense_gradient",
+    ),
+    Bug(
+        "a solution of no digits is called solved",
+        "_tangent_krylov.py",
+        "(solved & known).all(-1)",
+        "solved.all(-1)",
+        "test_krylov.py::test_a_gradient_of_no_digits_says_so",
+    ),
+    Bug(
+        "a solution with a large residual is called solved",
+        "_tangent_krylov.py",
+        "(solved & known).all(-1)",
+        "known.all(-1)",
+        "test_krylov.py::TestHonesty",
+    ),
+    Bug(
+        "gmres forgets the second orthogonalisation in its matrix",
+        "_tangent_krylov.py",
+        "H[:, : j + 1, j] = (h + g).squeeze(1)",
+        "H[:, : j + 1, j] = g.squeeze(1)",
+        "test_krylov.py::test_every_nonsymmetric_family_equals_the_dense_solve",
+    ),
+    Bug(
+        "systems at any scale without the unit of the right-hand side",
+        "_tangent_krylov.py",
+        "short = power_of_two(right.abs().amax(-1, keepdim=True))",
+        "short = torch.ones_like(right[..., :1])",
+        "test_krylov.py::test_gradients_in_float32_at_any_scale",
+    ),
+    Bug(
+        "long inner products summed from end to end",
+        "_linalg.py",
+        "if n < _LONG:",
+        "if n < 1 << 30:",
+        "test_krylov.py::test_a_million_numbers_in_float32",
+        argued="How a product of matrices sums up is the business of the library underneath; some "
+        "of them sum in blocks of their own.",
+    ),
+    Bug(
+        "a lopsided operator is taken for a symmetric one",
+        "_rows.py",
+        "return self if self.A.symmetric or not self._is_lopsided() else self.symmetric_part",
+        "return self",
+        SPAN,
+    ),
+    Bug(
+        "a wrong transpose is not found out",
+        "_rows.py",
+        "if _spread.agreed(~apart, mesh):",
+        "if not _spread.agreed(apart & ~apart, mesh):",
+        "test_operator_contracts.py::test_a_wrong_transpose_is_found_out",
+    ),
+    Bug(
+        "numbers come back in half of their unit",
+        "_rows.py",
+        "for part in (half, self.exponents - half):",
+        "for part in (half, half):",
+        "test_krylov.py::test_gradients_of_values_have_no_unit",
+    ),
+    Bug(
+        "a second derivative of products is zero, not an error",
+        "_rows.py",
+        "return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]",
+        "return list(gradients)",
+        "test_operators.py::test_a_second_derivative_is_refused",
+    ),
+]
+
+LESS_OPERATOR = [
+    Bug(
+        "a minimiser of no digits counts as the only one",
+        "_less_operator.py",
+        "rows.unique = posed.known(found)",
+        "rows.unique = torch.ones_like(found.converged)",
+        "test_less_products.py::"
+        "test_a_space_that_is_everything_knows_no_more_than_the_square_of_the_matrix",
+    ),
+    Bug(
+        "the bottom of the spectrum is not looked for",
+        "_less_operator.py",
+        "if not rows.agreed(lost | (found.converged & (gap >= 0))):",
+        "if not rows.agreed(lost | found.converged):",
+        "test_krylov.py::test_a_bottom_that_b_does_not_show",
+    ),
+    Bug(
+        "what the bottom shows is not used",
+        "_less_operator.py",
+        "missed = ~lost & (~found.converged | (gap < -tolerance * found.scale))",
+        "missed = ~lost & ~found.converged",
+        "test_krylov.py::test_a_bottom_that_b_does_not_show",
+    ),
+    Bug(
+        "a bottom that was not found proves a minimum",
+        "_less_operator.py",
+        "proved = found.converged & (bottom.converged | clear | (multiplier >= 0))",
+        "proved = found.converged",
+        HONEST,
+    ),
+    Bug(
+        "wide matrices: minimisers that form a sphere are not solutions",
+        "_less_operator.py",
+        "return (error <= WORTH * found.curvature) | (any_will_do & (m < n))",
+        "return error <= WORTH * found.curvature",
+        "test_less_products.py::test_minimisers_that_form_a_sphere_converge",
+    ),
+    Bug(
+        "operator: gradient of A without the residual",
+        "_less_operator.py",
+        "left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)",
+        "left, right = -torch.cat([0 * rest, along], -2), torch.cat([z, y], -2)",
+        "test_krylov.py::test_every_regular_least_squares_family_has_the_dense_gradient",
+    ),
+    Bug(
+        "operator: multipliers in the units of the search",
+        "_less_operator.py",
+        "multiplier=found.values.squeeze(-1) * unit,",
+        "multiplier=found.values.squeeze(-1),",
+        "test_less_hard_cases.py::test_multipliers_and_gaps_have_the_unit_of_squares",
+    ),
+    Bug(
+        "a tie is not broken by the start that is given",
+        "_less_operator.py",
+        "torch.ones_like(g) if init is None else init.expand(*batch, n).reshape(g.shape)",
+        "torch.ones_like(g)",
+        "test_krylov.py::test_a_start_breaks_the_tie_of_two_minimisers",
+    ),
+    Bug(
+        "entries: the residual of a gradient is not looked at",
+        "_less_entries.py",
+        "left, size = long_norm(aside(v - image)), long_norm(v)",
+        "left, size = 0 * long_norm(aside(v - image)), long_norm(v)",
+        "test_less_products.py",
+    ),
+    Bug(
+        "entries: gradient without the projection of v",
+        "_less_entries.py",
+        "return x - y * (x * y).sum(-1, keepdim=True)",
+        "return x",
+        "test_less_products.py::test_so_are_their_gradients",
+    ),
+    Bug(
+        "entries: computed whatever a dimension says",
+        "_less_entries.py",
+        "return few and solver.dimension is None",
+        "return few",
+        "test_less_products.py::test_what_is_not_solved_says_so_forward_and_backward",
+    ),
+]
+
+LESS_RULES = [
+    Bug(
+        "range: multipliers with half of their exponent",
+        "_less_range.py",
+        "2 * unit + excess,",
+        "unit + excess,",
+        "test_less_hard_cases.py",
+    ),
+    Bug(
+        "range: a very long b keeps its length",
+        "_less_range.py",
+        "excess = (length - unit - _span(A.dtype)).clamp_min(0)",
+        "excess = 0 * (length - unit - _span(A.dtype)).clamp_min(0)",
+        "test_range.py::test_any_radius test_less_solution.py::test_b_far_larger_or_smaller_than_A "
+        "test_less_traps.py::test_a_denormal_matrix",
+    ),
+    Bug(
+        "gradient of A without the residual",
+        "_less_rules.py",
+        "dA = outer_sum((self.residual(), image), (-z, -self.y), self.A.shape)",
+        "dA = outer_sum((0 * self.residual(), image), (-z, -self.y), self.A.shape)",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "gradient of A with the residual of the wrong sign",
+        "_less_rules.py",
+        "dA = outer_sum((self.residual(), image), (-z, -self.y), self.A.shape)",
+        "dA = outer_sum((self.residual(), image), (z, -self.y), self.A.shape)",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "a search by products leaves the digits of the gradient in AᵀA",
+        "_less_rules.py",
+        "A, shift, y, v = (x.double() for x in (A, shift, y, v))",
+        "A, shift, y, v = (x.clone() for x in (A, shift, y, v))",
+        "test_less_products.py::test_so_are_their_gradients",
+    ),
+    Bug(
+        "DDN: blocks without the residual",
+        "_less_rules.py",
+        "block.diagonal(dim1=-3, dim2=-1).add_(r.unsqueeze(-1))",
+        "block.diagonal(dim1=-3, dim2=-1).add_(0 * r.unsqueeze(-1))",
+        DDN_GRADIENTS,
+    ),
+    Bug(
+        "gradients in an eigenbasis are not refined",
+        "_gram_solve.py",
+        "return z + solve(v - gram_product(A, shift, z)) if refine else z",
+        "return z",
+        f"test_less_conditioning.py {TALL}",
+    ),
+    Bug(
+        "gradients with a factor are refined once",
+        "_gram_solve.py",
+        "_REFINEMENTS = 3",
+        "_REFINEMENTS = 1",
+        CHOLESKY,
+    ),
+    Bug(
+        "a factor that does not fit is relied on",
+        "_gram_solve.py",
+        "        if settled.all():\n",
+        "        if True:\n",
+        CHOLESKY,
+    ),
+    Bug(
+        "factored solve mapped over right-hand sides gives them in the wrong order",
+        "_gram_solve.py",
+        "rows = v.movedim(in_dims[-1] or 0, -3)",
+        "rows = v.movedim(in_dims[-1] or 0, -3).flip(-3)",
+        "test_less_cholesky.py::test_transforms",
+    ),
+    Bug(
+        "warm starts get a gradient",
+        "less.py",
+        "init = init.detach()",
+        "init = init.clone()",
+        "test_training.py::test_least_squares_from_step_to_step[2-None]",
+    ),
+    Bug(
+        "references get a gradient",
+        "ied.py",
+        'object.__setattr__(self, "reference", self.reference.detach())',
+        'object.__setattr__(self, "reference", self.reference)',
+        "test_training.py::test_eigenvectors_from_step_to_step[130-{}-reference]",
+    ),
+    Bug(
+        "starts get a gradient",
+        "ied.py",
+        "init = init.detach()  # the solution",
+        "init = init.clone()  # the solution",
+        "test_training.py::test_eigenvectors_from_step_to_step[130-{}-init]",
+    ),
+    Bug(
+        "certificate of the smallest from the largest",
+        "ied.py",
+        "exact[..., -self.width :] if self.largest else exact[..., : self.width]",
+        "exact[..., -self.width :]",
+        "test_ied_solution.py::test_a_certificate_tells_the_smallest_from_the_largest",
+    ),
+    Bug(
+        "operators: smallest eigenvalues are the largest",
+        "ied.py",
+        "        A = A if self.largest else -A\n        assert isinstance(solver, Krylov)",
+        "        assert isinstance(solver, Krylov)",
+        SPAN,
+    ),
+]
+
+DEFLATED = [
+    Bug(
+        "deflated solve mapped over right-hand sides takes the wrong shifts",
+        "_deflated.py",
+        "shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)",
+        "shifts = shift.repeat_interleave(rows.shape[-3], -1)",
+        "test_ied_gradients.py::test_jacobians_by_iteration",
+    ),
+    Bug(
+        "deflated solve does not stay clear of y",
+        "_deflated.py",
+        "image = clear(column * direction - part(direction))",
+        "image = column * direction - part(direction)",
+        ITERATION,
+        argued="The direction is clear of y already, and y spans an invariant space; this removes "
+        "rounding, of which the residual is cleared as well.",
+    ),
+    Bug(
+        "deflated solve believes its recursive residual",
+        "_deflated.py",
+        "done = (dot(rest, rest) <= 1e4 * target).all(-1)",
+        "done = (dot(rest, rest) <= torch.inf).all(-1)",
+        "test_ied_gradients.py::test_a_backward_that_does_not_converge_by_iteration_is_solved_directly",
+    ),
+    Bug(
+        "deflated solve: equal eigenvalues are told apart",
+        "_deflated.py",
+        "flat = curvature <= rounding * dot(direction, direction)",
+        "flat = curvature <= 0 * rounding * dot(direction, direction)",
+        "test_ied_gradients.py::test_finite_through_a_repeated_requested_eigenvalue "
+        "test_ied_sizes.py::test_equal_eigenvalues_are_still_found_equal",
+    ),
+    Bug(
+        "deflated solve by decomposition: equal eigenvalues are told apart",
+        "_deflated.py",
+        "apart = rise.abs() > merge_tolerance(S.dtype) * scale",
+        "apart = rise.abs() > 0 * scale",
+        "test_ied_gradients.py::test_finite_through_a_repeated_requested_eigenvalue "
+        "test_ied_sizes.py::test_equal_eigenvalues_are_still_found_equal",
+    ),
+    Bug(
+        "deflated solve: rounding of the shift, not of the matrix",
+        "_deflated.py",
+        "size = torch.maximum(shift.abs(), steepness)",
+        "size = shift.abs()",
+        "test_ied_traps.py::test_repeated_requested_eigenvalues_get_gradients_of_ordinary_size "
+        "test_ied_gradients.py::test_finite_through_a_repeated_requested_eigenvalue",
+    ),
+    Bug(
+        "series ends after its first guess",
+        "_neumann.py",
+        "if worst <= target:",
+        "if True:",
+        "test_ied_lean.py::test_the_series_goes_on_until_the_slowest_of_a_batch_has_converged",
+    ),
+    Bug(
+        "series in units in which squares underflow",
+        "_neumann.py",
+        "unit = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True).clamp_min_(least)",
+        "unit = torch.ones_like(right[..., :1])",
+        "test_range.py::test_gradients_whose_squares_underflow",
+    ),
+    Bug(
+        "series of a nonsymmetric matrix with the transpose",
+        "_neumann.py",
+        "neumann(lambda w: torch.bmm(w, matrix), values, right, rate)",
+        "neumann(lambda w: torch.bmm(w, matrix.mT), values, right, rate)",
+        "test_ied_gradients.py::test_nonsymmetric_matches_differences_of_eig",
+    ),
+    Bug(
+        "series of a nonsymmetric matrix forgets that y is part of the left eigenvector",
+        "_neumann.py",
+        "left = d_values.reshape(-1, 1, 1) * (y + found[:, -1:])",
+        "left = d_values.reshape(-1, 1, 1) * found[:, -1:]",
+        "test_ied_gradients.py::test_nonsymmetric_matches_differences_of_eig",
+    ),
+]
+
+FORWARD = [
+    Bug(
+        "forward mode: two Newton steps, not four",
+        "_forward.py",
+        "STEPS = 4",
+        "STEPS = 2",
+        "test_forward.py",
+    ),
+    Bug(
+        "forward mode: three Newton steps, not four",
+        "_forward.py",
+        "STEPS = 4",
+        "STEPS = 3",
+        "test_forward.py",
+    ),
+    Bug(
+        "forward mode: a gap that is not that of the solution",
+        "_forward.py",
+        "gap = found.multiplier + (helper.gap - helper.multiplier)",
+        "gap = helper.gap + found.multiplier",
+        "test_forward.py",
+    ),
+    Bug(
+        "forward mode: equal eigenvalues are told apart",
+        "_forward.py",
+        "apart = rise.abs() > merge_tolerance(A.dtype) * scale",
+        "apart = rise.abs() > 0 * scale",
+        "test_forward.py",
+    ),
+    Bug(
+        "forward mode: singular entries are not replaced",
+        "_forward.py",
+        "matrix = torch.where(singular[..., None, None], eye, matrix)",
+        "",
+        "test_ied_repeated.py::test_nilpotent",
+    ),
+    Bug(
+        "forward mode: nonsymmetric step without its border",
+        "_forward.py",
+        "move = move - inverse_y * ((start @ move) / (start @ inverse_y))",
+        "move = move - 0 * inverse_y * ((start @ move) / (start @ inverse_y))",
+        "test_forward.py",
+    ),
+]
+
+LINALG = [
+    Bug(
+        "power of two of the largest number is infinite",
+        "_linalg.py",
+        "positive.log2().floor().clamp_max(largest)",
+        "positive.log2().floor()",
+        "test_range.py::test_one_entry_at_the_largest_number test_range.py::test_after_nan_to_num",
+    ),
+    Bug(
+        "symmetric part by interpolation",
+        "_linalg.py",
+        "return torch.add(A, A.mT).mul_(0.5)",
+        "return torch.lerp(A, A.mT, 0.5)",
+        "test_range.py::test_the_symmetric_part_of_large_skew_entries "
+        "test_range.py::test_symmetric_part_of_opposite_numbers_does_not_overflow",
+    ),
+    Bug(
+        "sums of outer products over a shared matrix take the first of a batch",
+        "_linalg.py",
+        "return (left @ right).sum_to_size(shape)",
+        "return (left @ right)[(0,) * (left.dim() - len(shape))].expand(shape)",
+        LESS_GRADIENTS,
+    ),
+    Bug(
+        "the number of threads is not restored",
+        "_threads.py",
+        "            torch.set_num_threads(self.threads)",
+        "            pass",
+        "test_surroundings.py::test_the_number_of_threads_is_left_alone",
+    ),
+    Bug(
+        "two by two: the vectors of the eigenvalues are exchanged",
+        "_eigh.py",
+        "vectors = torch.stack([-s, c, c, s], -1).unflatten(-1, (2, 2))",
+        "vectors = torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2))",
+        "test_ied_lean.py::test_two_by_two_in_closed_form",
+    ),
+    Bug(
+        "three by three: the smallest never stands apart",
+        "_eigh.py",
+        "upper = half >= 0  #",
+        "upper = half >= -1  #",
+        "test_ied_lean.py::test_three_by_three_in_closed_form "
+        "test_ied_lean.py::test_three_by_three_with_eigenvalues_that_are_exactly_double",
+    ),
+    Bug(
+        "three by three: no vector for a multiple of the identity",
+        "_eigh.py",
+        "some[..., 0] = 1",
+        "some[..., 0] = 0",
+        "test_ied_lean.py::test_three_by_three_with_eigenvalues_that_are_exactly_double",
+    ),
+    Bug(
+        "three by three: in the digits that are given",
+        "_eigh.py",
+        "values, vectors = _eigh_three(A.double())",
+        "values, vectors = _eigh_three(A)",
+        "test_ied_lean.py::test_three_by_three_in_closed_form "
+        "test_ied_sizes.py::test_a_hundred_thousand_matrices",
+    ),
+    Bug(
+        "settled on the sphere in float32",
+        "sphere.py",
+        "return project(u.double()).to(u.dtype)",
+        "return project(u)",
+        "test_less_solution.py::test_certified test_less_hard_cases.py",
+    ),
+    Bug(
+        "ties are broken by all ones alone",
+        "sphere.py",
+        "return torch.ones_like(index), torch.cos(index + 1)",
+        "return torch.ones_like(index), torch.ones_like(index)",
+        "test_less_solution.py::TestTies test_ied_solution.py::TestSigns",
+    ),
+]
+
+SOLVERS = [
+    Bug(
+        "dominant: six tenths of the norm count as more than half",
+        "solvers/_dominant.py",
+        "_SHARE = 0.74",
+        "_SHARE = 0.6",
+        "test_ied_adaptive.py",
+    ),
+    Bug(
+        "dominant: a share that is lost on the way",
+        "solvers/_dominant.py",
+        "if not (symmetric or positive or _has_most(value, size, symmetric)):",
+        "if False:",
+        "test_ied_adaptive.py::test_a_share_that_is_lost_on_the_way_proves_nothing",
+    ),
+    Bug(
+        "dominant: vectors of two signs prove something",
+        "solvers/_dominant.py",
+        "    if not (y.amin(-1) * y.amax(-1) > 0).all():\n        return False\n",
+        "",
+        "test_ied_adaptive.py::test_a_vector_of_two_signs_proves_nothing_about_a_positive_matrix",
+    ),
+    Bug(
+        "dominant: no test by Collatz and Wielandt",
+        "solvers/_dominant.py",
+        "return bool((above <= y.shape[-1] * tolerance * value).all())",
+        "return True",
+        "test_ied_traps.py::test_blocks_of_a_positive_matrix_that_are_hardly_coupled",
+    ),
+    Bug(
+        "adaptive: a certificate that does not exist is not looked at",
+        "solvers/adaptive.py",
+        "good = exists & (found.residual <= tolerance)",
+        "good = found.residual <= tolerance",
+        "test_ied_adaptive.py::test_a_krylov_space_that_has_all_digits_without_the_answer_in_it",
+    ),
+    Bug(
+        "adaptive: what is not polished is accepted",
+        "solvers/adaptive.py",
+        "good = exists & (found.residual <= tolerance)",
+        "good = exists",
+        "test_ied_adaptive.py::test_a_batch_of_which_one_has_to_be_decomposed "
+        "test_ied_adaptive.py::test_a_report_says_how_it_was_found",
+    ),
+    Bug(
+        "adaptive: nothing is polished",
+        "solvers/adaptive.py",
+        "found = polish(part, found._replace(found=exists), factor, tolerance)",
+        "found = found._replace(found=exists)",
+        "test_ied_adaptive.py::test_each_way_agrees_with_the_decomposition",
+    ),
+    Bug(
+        "adaptive: factors of what was decomposed are those of the search",
+        "solvers/adaptive.py",
+        "factor[bad] = torch.where(exists[:, None, None], again, torch.nan)",
+        "pass",
+        "test_ied_adaptive.py::test_a_batch_of_which_one_has_to_be_decomposed",
+    ),
+    Bug(
+        "polishing goes the wrong way",
+        "solvers/_ritz.py",
+        "y = found.rows + step\n",
+        "y = found.rows - step\n",
+        "test_ied_adaptive.py::test_each_way_agrees_with_the_decomposition",
+    ),
+    Bug(
+        "certificate at the first value, not the last",
+        "solvers/_ritz.py",
+        "shift = values[:, -1] - merge_tolerance(y.dtype) * scale",
+        "shift = values[:, 0] - merge_tolerance(y.dtype) * scale",
+        "test_ied_adaptive.py::test_what_the_certificate_of_the_first_vectors_says",
+    ),
+    Bug(
+        "first glance at symmetry is believed",
+        "solvers/_products.py",
+        "return image.add_(right_product(self.matrix, x)).mul_(0.5) if self.one_sided else image",
+        "return image",
+        "test_ied_adaptive.py::test_an_antisymmetric_part_that_the_first_glance_misses",
+    ),
+    Bug(
+        "gap over all eigenvalues, not those asked for",
+        "solvers/_eigen.py",
+        "return steps[..., : min(k, n - 1)].amin(-1)",
+        "return steps.amin(-1)",
+        "test_ied_solution.py test_ied_adaptive.py::test_a_report_says_how_it_was_found",
+    ),
+    Bug(
+        "gap between those asked for, without the next",
+        "solvers/_eigen.py",
+        "return steps[..., : min(k, n - 1)].amin(-1)",
+        "return steps[..., : max(1, min(k, n - 1) - 1)].amin(-1)",
+        "test_ied_solution.py test_ied_traps.py",
+    ),
+    Bug(
+        "a start has no random part",
+        "solvers/_eigen.py",
+        "given = given + torch.finfo(A.dtype).eps ** 0.5 * block[..., :count]",
+        "given = given + 0 * block[..., :count]",
+        "test_ied_traps.py::test_a_start_at_the_wrong_eigenvector_does_not_stay_there",
+    ),
+    Bug(
+        "an iteration that stopped anywhere has converged",
+        "solvers/_eigen.py",
+        "settled = finished & (residual <= max(64 * eps, 16 * tolerance))",
+        "settled = finished",
+        "test_ied_solution.py::"
+        "test_a_dominant_eigenvalue_that_is_not_real_and_simple_is_reported "
+        "test_ied_traps.py::test_plus_and_minus_the_same_modulus_is_not_converged",
+    ),
+    Bug(
+        "outputs of an operator share memory",
+        "solvers/_base.py",
+        "copies = [x.clone(memory_format=torch.contiguous_format) for x in (*small, spread)]",
+        "copies = [x.contiguous() for x in (*small, spread)]",
+        "test_transforms.py::test_outputs_of_an_operator_are_its_own",
+    ),
+    Bug(
+        "a class that is defined again takes the name of the first",
+        "solvers/_base.py",
+        'cls.kind = f"{name}@{version + 1}" if version else name',
+        "cls.kind = name",
+        "test_surroundings.py::test_the_first_class_is_still_itself",
+    ),
+    Bug(
+        "infinite options cannot be read back",
+        "solvers/_base.py",
+        'return "1e999" if self > 0 else "-1e999"',
+        'return "inf"',
+        "test_less_errors.py::test_a_solver_survives_as_text",
+    ),
+    Bug(
+        "an entry that turns non-finite is finished",
+        "solvers/_loop.py",
+        "finished = finished | (moving & done)",
+        "finished = finished | done",
+        "test_less_solution.py test_ied_traps.py::test_a_hopeless_entry_does_not_touch_the_others",
+    ),
+    Bug(
+        "entries go on after they are done",
+        "solvers/_loop.py",
+        "active = moving & ~done",
+        "active = moving & ~(moving & done).all()",
+        "test_less_solution.py::TestProjectedGradient",
+    ),
+    Bug(
+        "power iteration of a nonsymmetric matrix from the left",
+        "solvers/power_iteration.py",
+        "(M if problem.symmetric else M.mT)",
+        "M",
+        "test_ied_solution.py::test_nonsymmetric_matches_eig",
+    ),
+    Bug(
+        "power iteration is not shifted",
+        "solvers/power_iteration.py",
+        "return (least + _MARGIN * (high - low)).clamp_min(0)",
+        "return 0 * least",
+        "test_ied_solution.py::test_every_solver_where_gaps_are_kind",
+    ),
+    Bug(
+        "Lanczos: spare directions are not used",
+        "solvers/lanczos.py",
+        "if (overlap > 8 * eps).any():",
+        "if False:",
+        "test_ied_traps.py::test_an_invariant_krylov_space",
+    ),
+    Bug(
+        "Lanczos: block projected once",
+        "solvers/lanczos.py",
+        "    for _ in range(2):\n        block = block - basis",
+        "    for _ in range(1):\n        block = block - basis",
+        "test_ied_solution.py::test_n_512 test_ied_traps.py::test_an_invariant_krylov_space",
+    ),
+    Bug(
+        "dense: gap of the smallest",
+        "solvers/dense.py",
+        "gap=gap_of(values.detach().flip(-1), k) if report else unknown,",
+        "gap=gap_of(values.detach(), k).abs() if report else unknown,",
+        "test_ied_solution.py test_ied_gradients.py::"
+        "test_finite_through_a_repeated_requested_eigenvalue",
+    ),
+    Bug(
+        "dense: a complex dominant eigenvalue converges",
+        "solvers/dense.py",
+        "converged=real & simple,",
+        "converged=simple,",
+        "test_ied_solution.py::test_a_dominant_eigenvalue_that_is_not_real_and_simple_is_reported",
+    ),
+    Bug(
+        "secular: the gap stays in other units",
+        "solvers/secular.py",
+        "gap=gap * unit * unit,",
+        "gap=gap,",
+        "test_less_hard_cases.py",
+    ),
+    Bug(
+        "secular: the spread stays in other units",
+        "solvers/secular.py",
+        "spread=found.spread * unit.square().unsqueeze(-1),",
+        "spread=found.spread,",
+        "test_less_hard_cases.py test_range.py::test_least_squares_at_any_scale",
+    ),
+    Bug(
+        "secular: noise does not grow with b",
+        "solvers/secular.py",
+        "noise = _ROUNDINGS * torch.finfo(c.dtype).eps * spectrum.top.sqrt() * norm(b)",
+        "noise = _ROUNDINGS * torch.finfo(c.dtype).eps * spectrum.top.sqrt() + 0 * norm(b)",
+        "test_less_traps.py test_less_hard_cases.py",
+    ),
+    Bug(
+        "secular: noise of singular vectors does not grow with b",
+        "solvers/secular.py",
+        "noise = _ROUNDINGS * torch.finfo(c.dtype).eps * s[..., 0] * norm(b)",
+        "noise = _ROUNDINGS * torch.finfo(c.dtype).eps * s[..., 0] + 0 * norm(b)",
+        "test_less_traps.py test_less_hard_cases.py",
+    ),
+    Bug(
+        "secular: noise of promoted problems does not grow with b",
+        "solvers/secular.py",
+        "noise = _ROUNDINGS * eps * spectrum.floor.sqrt() * norm(b)",
+        "noise = _ROUNDINGS * eps * spectrum.floor.sqrt() + 0 * norm(b)",
+        "test_less_traps.py test_less_hard_cases.py",
+    ),
+    Bug(
+        "secular: no singular vectors where the Gram matrix is too steep",
+        "solvers/secular.py",
+        "trusted = trusted & (amplification(spectrum, t, u) <= TOO_STEEP)",
+        "trusted = trusted & (t >= 0)",
+        "test_less_traps.py test_less_conditioning.py",
+    ),
+    Bug(
+        "secular: a coefficient that is taken for zero is trusted",
+        "solvers/secular.py",
+        "trusted = contracted & ~guessed",
+        "trusted = contracted",
+        "test_less_traps.py test_less_conditioning.py test_less_hard_cases.py",
+    ),
+    Bug(
+        "secular: one Newton step less than it takes",
+        "solvers/secular.py",
+        "moving = active & (following > t)",
+        "moving = active & (following > t) & (iterations < 2)",
+        "test_less_solution.py::test_certified",
+    ),
+    Bug(
+        "secular: the hard case has no height",
+        "solvers/secular.py",
+        "u = u + height * _lowest_direction(spectrum, u, init)",
+        "u = u + 0 * height * _lowest_direction(spectrum, u, init)",
+        "test_less_solution.py::TestTies",
+    ),
+    Bug(
+        "secular: nothing is refined",
+        "solvers/secular.py",
+        "better = (step < 0.5) & (trial_residual <= residual.clamp_min(8 * eps))",
+        "better = step < 0",
+        "test_less_conditioning.py test_less_solution.py::test_certified",
+    ),
+    Bug(
+        "cholesky: a steep factor is relied on",
+        "solvers/cholesky.py",
+        "return factor, (info == 0) & (pivot.square() * TOO_STEEP >= top)",
+        "return factor, info == 0",
+        CHOLESKY,
+    ),
+    Bug(
+        "cholesky: positive curvature is not asked for",
+        "solvers/cholesky.py",
+        "sure = (curvature > noise) & (nu.abs() <= noise)",
+        "sure = nu.abs() <= noise",
+        CHOLESKY,
+    ),
+    Bug(
+        "cholesky: a multiplier that still moves is final",
+        "solvers/cholesky.py",
+        "sure = (curvature > noise) & (nu.abs() <= noise)",
+        "sure = curvature > noise",
+        CHOLESKY,
+    ),
+    Bug(
+        "cholesky: a gap of few digits is reported",
+        "solvers/cholesky.py",
+        "converged=found.converged & clear",
+        "converged=found.converged",
+        CHOLESKY,
+    ),
+    Bug(
+        "Krylov space of an inverse without its second neighbour",
+        "solvers/_krylov.py",
+        "image.addcmul_(beside[k - 2].unsqueeze(-1), space[:, k - 2], value=-1)",
+        "pass",
+        "test_less_cholesky.py::test_only_what_is_not_proved_is_handed_over",
+    ),
+    Bug(
+        "line search: the forecast is not shrunk",
+        "solvers/line_search.py",
+        "forecast = self.alpha * length * dot(ray.direction, ray.direction)",
+        "forecast = length * dot(ray.direction, ray.direction)",
+        "test_less_solution.py::TestProjectedGradient",
+    ),
+    Bug(
+        "projected gradient: unrolled steps of rounding",
+        "solvers/projected_gradient.py",
+        "move = torch.where(rounding.unsqueeze(-1), move.detach() + short, move)",
+        "pass",
+        "test_less_gradients.py::test_unrolling_survives_steps_of_rounding",
+    ),
+]
+
+BUGS = [
+    *SPECTRUM,
+    *IED_RULES,
+    *TANGENT,
+    *LEAN,
+    *ATTACH,
+    *OPERATOR,
+    *LESS_OPERATOR,
+    *LESS_RULES,
+    *DEFLATED,
+    *FORWARD,
+    *LINALG,
+    *SOLVERS,
+]
