@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import pmaf
-from pmaf.experiments.measure import peak_bytes
 from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
+from pmaf_lab.experiments.measure import peak_bytes
 
 F64 = torch.float64
 

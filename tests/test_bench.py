@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pmaf.bench import BENCHMARKS, eigen, least_squares
-from pmaf.bench.eigen import EigenRace
-from pmaf.bench.families import EIGEN, GENERAL, SQUARES
-from pmaf.bench.general import GeneralRace
-from pmaf.bench.growth import Growth, Sweep, growth_findings
-from pmaf.bench.memory import MemoryRace
-from pmaf.bench.race import Competitor, Race, race
-from pmaf.experiments import Row
-from pmaf.experiments.plots import DARK, drawn, picture
-from pmaf.paper import less as paper
 from pmaf.solvers import Cholesky, Secular, adaptive
+from pmaf_lab.bench import BENCHMARKS, eigen, least_squares
+from pmaf_lab.bench.eigen import EigenRace
+from pmaf_lab.bench.families import EIGEN, GENERAL, SQUARES
+from pmaf_lab.bench.general import GeneralRace
+from pmaf_lab.bench.growth import Growth, Sweep, growth_findings
+from pmaf_lab.bench.memory import MemoryRace
+from pmaf_lab.bench.race import Competitor, Race, race
+from pmaf_lab.experiments import Row
+from pmaf_lab.experiments.plots import DARK, drawn, picture
+from pmaf_lab.paper import less as paper
 
 # A first-order method that stops early is what some of the races show.
 pytestmark = pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
@@ -68,7 +68,7 @@ def test_times_are_medians_of_the_runs_that_fit_the_budget(monkeypatch):
     """The first run warms up, and so does the one before the first that counts."""
     runs = [(9.0, 9.0), (9.0, 9.0), (1.0, 10.0), (2.0, 20.0), (6.0, 60.0), (7.0, 70.0)]
     clock = iter([spent for run in runs for spent in run])
-    monkeypatch.setattr("pmaf.bench.race.seconds", lambda run, device: run() or next(clock))
+    monkeypatch.setattr("pmaf_lab.bench.race.seconds", lambda run, device: run() or next(clock))
     x = torch.ones(3, requires_grad=True)
     competitors = {"a": Competitor(lambda x: (2 * x,))}
     found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=100, repeats=9)

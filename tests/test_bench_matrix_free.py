@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from pmaf.bench.graphs import Graphs, random_graph
-from pmaf.bench.pca import PrincipalComponents, factors
-from pmaf.experiments import Row
+from pmaf_lab.bench.graphs import Graphs, random_graph
+from pmaf_lab.bench.pca import PrincipalComponents, factors
+from pmaf_lab.experiments import Row
 
 CPU = torch.device("cpu")
 TINY = {"graphs": (Graphs(), 2_000), "pca": (PrincipalComponents(), [60, 40])}
@@ -115,7 +115,7 @@ def test_memory_is_that_of_the_process_beyond_data_and_gradient():
 
 @pytest.mark.parametrize("name", ["light", "dark"])
 def test_the_figure_is_drawn(name):
-    from pmaf.experiments.plots import DARK, LIGHT, drawn, picture
+    from pmaf_lab.experiments.plots import DARK, LIGHT, drawn, picture
 
     rows = [
         _row(family, 10**k, 1e-6 * 10**k, 3e-6 * 10**k)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from pmaf.experiments import Cell, Collection, Experiment, Figure, Finding, Row, Section, Table
-from pmaf.experiments import report as reports
-from pmaf.experiments.measure import median_seconds, peak_bytes
-from pmaf.experiments.runner import run
-from pmaf.experiments.store import Store, StoreError, write_whole
+from pmaf_lab.experiments import Cell, Collection, Experiment, Figure, Finding, Row, Section, Table
+from pmaf_lab.experiments import report as reports
+from pmaf_lab.experiments.measure import median_seconds, peak_bytes
+from pmaf_lab.experiments.runner import run
+from pmaf_lab.experiments.store import Store, StoreError, write_whole
 
 CPU = torch.device("cpu")
 

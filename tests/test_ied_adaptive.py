@@ -5,10 +5,10 @@ import torch
 
 import pmaf
 from pmaf.gradients import Implicit
+from pmaf.krylov.power import Start, dominant
+from pmaf.krylov.proved import Ritz, certificate
+from pmaf.linalg.symmetric import SymmetricPart, fixed_rows
 from pmaf.solvers import Adaptive, Dense, PowerIteration, adaptive
-from pmaf.solvers._dominant import Start, dominant
-from pmaf.solvers._products import SymmetricPart, fixed_rows
-from pmaf.solvers._ritz import Ritz, certificate
 from tests.ied_cases import with_eigenvalues
 
 T = torch.float64

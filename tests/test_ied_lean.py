@@ -7,11 +7,12 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
-from pmaf import _eigh, _ied_lean
-from pmaf._ied_lean import solve_lean, suits
-from pmaf._neumann import neumann
+from pmaf.autograd import ied_lean as _ied_lean
+from pmaf.autograd.ied_lean import solve_lean, suits
+from pmaf.linalg import eigh as _eigh
+from pmaf.linalg.symmetric import fixed_rows
 from pmaf.solvers import Adaptive, Dense
-from pmaf.solvers._products import fixed_rows
+from pmaf.tangent.series import neumann
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
 
 T = torch.float64

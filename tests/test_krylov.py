@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import pmaf
-from pmaf.experiments.measure import peak_bytes
 from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Sparse
 from pmaf.solvers import Auto, Krylov
+from pmaf_lab.experiments.measure import peak_bytes
 from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
 from tests.less_cases import DEGENERATE, REGULAR, with_singular_values
 from tests.oracles import differences

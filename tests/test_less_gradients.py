@@ -9,8 +9,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
 from pmaf.gradients import DDN, Implicit, Unroll
-from pmaf.paper.less import METHODS
 from pmaf.solvers import Outcome, ProjectedGradient, Secular, Solver
+from pmaf_lab.paper.less import METHODS
 from tests import oracles
 from tests.less_cases import ALL, DEGENERATE, REGULAR, gaussian, hard
 

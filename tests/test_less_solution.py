@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pmaf
-from pmaf.paper.less import METHODS
 from pmaf.solvers import Auto, ProjectedGradient, Secular, TangentDecay
+from pmaf_lab.paper.less import METHODS
 from tests import oracles
 from tests.less_cases import ALL, DEGENERATE, REGULAR, gaussian, hard, with_singular_values
 

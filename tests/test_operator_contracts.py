@@ -210,7 +210,7 @@ def everything():
 
 
 def test_a_default_device_is_of_no_account():
-    from pmaf.solvers._products import fixed_rows
+    from pmaf.linalg.symmetric import fixed_rows
 
     wanted = everything()
     fixed_rows.cache_clear()

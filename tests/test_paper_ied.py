@@ -5,8 +5,8 @@ import torch
 
 import pmaf
 from pmaf.metrics import eigen_distance, fixed_point_distance
-from pmaf.paper.ied import METHODS, PI, SI, matrices
 from pmaf.solvers import Dense
+from pmaf_lab.paper.ied import METHODS, PI, SI, matrices
 
 
 def test_the_registry_has_the_papers_twelve_rows():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pmaf
-from pmaf.paper import less as paper
-from pmaf.paper import published
+from pmaf_lab.paper import less as paper
+from pmaf_lab.paper import published
 
 SIZE = {(2, 2): 1000, (64, 32): 1000, (1024, 256): 100}
 INNER = {(2, 2): 282, (64, 32): 555, (1024, 256): 1000}

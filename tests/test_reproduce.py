@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pmaf.experiments import Row
-from pmaf.experiments.plots import LIGHT, drawn, picture
-from pmaf.paper import published
-from pmaf.paper.ied import METHODS
-from pmaf.paper.items import REPRODUCTION
-from pmaf.paper.less import METHODS as LESS_METHODS
+from pmaf_lab.experiments import Row
+from pmaf_lab.experiments.plots import LIGHT, drawn, picture
+from pmaf_lab.paper import published
+from pmaf_lab.paper.ied import METHODS
+from pmaf_lab.paper.items import REPRODUCTION
+from pmaf_lab.paper.less import METHODS as LESS_METHODS
 
 ITEMS = {item.name: item for item in REPRODUCTION.experiments}
 CHEAP = ("case-study", "gradient-error")

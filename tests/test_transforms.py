@@ -8,7 +8,7 @@ import torch
 
 import pmaf
 from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
-from pmaf.solvers._base import encode
+from pmaf.solvers.base import encode
 from tests.transforms import COLUMNS, ROWS, Column, excused, page
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_a_gradient_nobody_asked_for_is_not_computed(monkeypatch):
     def never(*_):
         raise AssertionError("the gradient of A was formed")
 
-    monkeypatch.setattr("pmaf._less_rules.outer_sum", never)
+    monkeypatch.setattr("pmaf.autograd.less_rules.outer_sum", never)
     pmaf.less(A, b).sum().backward()
     with pytest.raises(AssertionError, match="was formed"):
         pmaf.less(A.requires_grad_(), b).sum().backward()

@@ -8,10 +8,10 @@ differentiates the solution implicitly:
 """
 
 from pmaf import gradients, metrics, operators, solvers
-from pmaf._solve import Certificate, Solution, certify, solve
 from pmaf.errors import ConvergenceError, ConvergenceWarning
-from pmaf.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
-from pmaf.less import LESS, SphereLeastSquares, less
+from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
+from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.solution import Certificate, Solution, certify, solve
 
 __version__ = "0.1.0"
 

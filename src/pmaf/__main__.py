@@ -13,7 +13,7 @@ def main() -> None:
             require_extra(module, "cli")
     except ImportError as error:
         sys.exit(f"pmaf: {error}")
-    from pmaf.cli import app
+    from pmaf_lab.cli import app
 
     app(prog_name="pmaf")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pmaf._linalg import matvec, norm
+from pmaf.linalg.products import matvec, norm
 
 
 def fixed_point_distance(A: Tensor, y: Tensor, b: Tensor | None = None) -> Tensor:

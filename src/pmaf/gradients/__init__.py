@@ -1,6 +1,6 @@
 """Ways to differentiate a solution: small frozen objects, one file each."""
 
-from pmaf.gradients._base import Conditions, Gradient, VectorConditions
+from pmaf.gradients.base import Conditions, Gradient, VectorConditions
 from pmaf.gradients.ddn import DDN
 from pmaf.gradients.ift import IFT
 from pmaf.gradients.implicit import Implicit

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, frobenius
-from pmaf.gradients._base import Gradient, VectorConditions
+from pmaf.gradients.base import Gradient, VectorConditions
+from pmaf.linalg.products import dot, frobenius
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.gradients._base import Gradient
+from pmaf.gradients.base import Gradient
 
 
 @dataclass(frozen=True)

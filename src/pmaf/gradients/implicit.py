@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pmaf.gradients._base import Conditions, Gradient
+from pmaf.gradients.base import Conditions, Gradient
 
 
 @dataclass(frozen=True)

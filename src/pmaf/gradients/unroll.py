@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pmaf.gradients._base import Gradient
+from pmaf.gradients.base import Gradient
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from operator import add
 import torch
 from torch import Tensor
 
-from pmaf._spread import mesh_of, replicate
 from pmaf.errors import require_alike, require_broadcast
-from pmaf.operators._base import Operator, number
+from pmaf.operators.base import Operator, number
+from pmaf.runtime.ranks import mesh_of, replicate
 
 
 class Sum(Operator):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.operators._base import Operator, as_operator, number
+from pmaf.operators.base import Operator, as_operator, number
 
 
 class Gram(Operator):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_alike, require_matrix
-from pmaf.operators._base import Operator
+from pmaf.operators.base import Operator
 
 
 class LowRank(Operator):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pmaf.operators._base import Operator
+from pmaf.operators.base import Operator
 
 
 class FromMatvec(Operator):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.operators._base import Operator
+from pmaf.operators.base import Operator
 
 
 class Sparse(Operator):

@@ -1,8 +1,8 @@
 """Ways to solve the problems behind the layers: small frozen objects, one file each."""
 
-from pmaf.solvers._base import Outcome, Solver
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
+from pmaf.solvers.base import Outcome, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov

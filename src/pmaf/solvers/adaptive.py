@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pmaf._paths import took
 from pmaf.errors import require_at_least, require_not_negative
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._dominant import Dominant, dominant, longest_row
-from pmaf.solvers._eigen import outcome, without_report
-from pmaf.solvers._products import SymmetricPart, right_product
-from pmaf.solvers._ritz import Ritz, certificate, polish, ritz
+from pmaf.krylov.power import Dominant, dominant, longest_row
+from pmaf.krylov.proved import Ritz, certificate, polish, ritz
+from pmaf.linalg.symmetric import SymmetricPart, right_product
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome, Solver
 from pmaf.solvers.dense import Dense
+from pmaf.solvers.report import outcome, without_report
 
 if TYPE_CHECKING:
-    from pmaf.ied import PrincipalEigenvectors
+    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pmaf.solvers._base import Outcome, Solver
+from pmaf.solvers.base import Outcome, Solver
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf import sphere
-from pmaf._linalg import dot, matvec, norm, rmatvec
-from pmaf._paths import took
 from pmaf.errors import require_at_least
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._krylov import guess, solve_row
+from pmaf.krylov.inverse import guess, solve_row
+from pmaf.linalg import sphere
+from pmaf.linalg.gram import lower_gram
+from pmaf.linalg.products import dot, matvec, norm, rmatvec
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome, Solver
 from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
-from pmaf.spectrum import lower_gram
 
 if TYPE_CHECKING:
-    from pmaf.less import SphereLeastSquares
+    from pmaf.layers.less import SphereLeastSquares
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _handed_over(
     A: Tensor, b: Tensor, gram: Tensor, init: Tensor | None, found: Outcome, which: Tensor
 ) -> Outcome:
     """Let `Secular` solve the entries `which`."""
-    from pmaf.less import SphereLeastSquares
+    from pmaf.layers.less import SphereLeastSquares
 
     problem = SphereLeastSquares(A[which], b[which])
     start = None if init is None else init[which]

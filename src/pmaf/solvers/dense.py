@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pmaf._paths import took
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import gap_of, without_report
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.report import gap_of, without_report
 
 if TYPE_CHECKING:
-    from pmaf.ied import PrincipalEigenvectors
+    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf._paths import took
 from pmaf.errors import require_at_least, require_tolerance
-from pmaf.solvers._base import Outcome, Solver
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome, Solver
 
 
 @dataclass(frozen=True)

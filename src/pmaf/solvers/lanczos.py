@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_tolerance
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import norm_of, outcome, rayleigh_ritz, start_block
-from pmaf.solvers._loop import iterate
+from pmaf.solvers.base import Outcome, Solver
 from pmaf.solvers.dense import Dense
+from pmaf.solvers.loop import iterate
+from pmaf.solvers.report import norm_of, outcome, rayleigh_ritz, start_block
 
 if TYPE_CHECKING:
-    from pmaf.ied import PrincipalEigenvectors
+    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 class _Ritz(NamedTuple):

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, norm
 from pmaf.errors import require_not_negative, require_number
-from pmaf.solvers._base import Configured
-from pmaf.solvers._loop import iterate
+from pmaf.linalg.products import dot, norm
+from pmaf.solvers.base import Configured
+from pmaf.solvers.loop import iterate
 
 
 class Ray(NamedTuple):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf._linalg import dot, matvec, norm
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import norm_of, orthonormal, outcome, stands, start_block
-from pmaf.solvers._loop import iterate
+from pmaf.linalg.products import dot, matvec, norm
+from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.loop import iterate
+from pmaf.solvers.report import norm_of, orthonormal, outcome, stands, start_block
 
 if TYPE_CHECKING:
-    from pmaf.ied import PrincipalEigenvectors
+    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 class _Vector(NamedTuple):

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf import sphere
-from pmaf._linalg import dot, matvec, norm, rmatvec
 from pmaf.errors import require_at_least, require_finite, require_not_negative
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._loop import iterate
+from pmaf.linalg import sphere
+from pmaf.linalg.products import dot, matvec, norm, rmatvec
+from pmaf.solvers.base import Outcome, Solver
 from pmaf.solvers.line_search import LineSearch, Ray
+from pmaf.solvers.loop import iterate
 
 if TYPE_CHECKING:
-    from pmaf.less import SphereLeastSquares
+    from pmaf.layers.less import SphereLeastSquares
 
 
 class Iterate(NamedTuple):

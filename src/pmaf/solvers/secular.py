@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pmaf import sphere
-from pmaf._linalg import dot, matvec, norm, power_of_two, rmatvec, square_range
-from pmaf._paths import took
 from pmaf.errors import require_at_least, require_finite
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.spectrum import (
+from pmaf.linalg import sphere
+from pmaf.linalg.gram import (
     Spectrum,
     TangentSolver,
     amplification,
@@ -31,9 +28,12 @@ from pmaf.spectrum import (
     singular_spectrum,
     small_gram,
 )
+from pmaf.linalg.products import dot, matvec, norm, power_of_two, rmatvec, square_range
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome, Solver
 
 if TYPE_CHECKING:
-    from pmaf.less import SphereLeastSquares
+    from pmaf.layers.less import SphereLeastSquares
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
-from pmaf.solvers._base import Outcome, Solver
-from pmaf.solvers._eigen import (
+from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.loop import iterate
+from pmaf.solvers.power_iteration import choose_shift
+from pmaf.solvers.report import (
     norm_of,
     orthonormal,
     outcome,
@@ -19,11 +21,9 @@ from pmaf.solvers._eigen import (
     stands,
     start_block,
 )
-from pmaf.solvers._loop import iterate
-from pmaf.solvers.power_iteration import choose_shift
 
 if TYPE_CHECKING:
-    from pmaf.ied import PrincipalEigenvectors
+    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 class _Block(NamedTuple):

@@ -1,0 +1,1 @@
+"""How a solve meets PyTorch's automatic differentiation."""

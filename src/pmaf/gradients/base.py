@@ -1,0 +1,67 @@
+"""What a gradient rule is, and what it is told about a solution.
+
+A problem hands over the *conditions* its solution satisfies. A rule turns them and
+the incoming gradient into gradients of the inputs, without knowing which problem or
+which solver it is looking at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from pmaf.linalg.products import matvec
+
+
+class Conditions(Protocol):
+    """The optimality conditions at a solution, as `Implicit` sees them."""
+
+    def tangent_solve(self, v: Tensor) -> Tensor:
+        """Differentiable solution `z` of the conditions' linearisation, given `v`."""
+        ...
+
+    def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs given `z`: `−zᵀ ∂²f/∂input∂y`, without forming that tensor."""
+        ...
+
+
+class VectorConditions(Protocol):
+    """`∇f(inputs, y) + μy = 0`, `‖y‖ = 1` for one vector, as the paper's rules see them."""
+
+    @property
+    def y(self) -> Tensor:
+        """The solution, `(*, n)`."""
+        ...
+
+    def hessian(self) -> Tensor:
+        """`H = ∂²f/∂y² + μI` as a matrix, `(*, n, n)`."""
+        ...
+
+    def contract(
+        self, k: Tensor, exploit: bool, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """`𝒦𝓑` with `𝓑 = ∂²f/∂input∂y`, from its structure or by autodiff."""
+        ...
+
+
+def contract(k: Tensor, block: Tensor) -> Tensor:
+    """`Σᵢ kᵢ 𝓑ᵢ` for a tensor `𝓑` of shape `(*, n, …)` that is written out."""
+    flat = block.flatten(k.dim())
+    return matvec(flat.mT, k).reshape(*k.shape[:-1], *block.shape[k.dim() :])
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A rule for differentiating a solution. Subclasses name the problems they serve."""
+
+    serves: ClassVar[tuple[str, ...]] = ()  # names of problem classes
+    whole: ClassVar[bool] = False  # whether it takes several vectors at once
+
+    def pullback(
+        self, conditions: Any, v: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs whose `needs` is set, given the solution's gradient `v`."""
+        raise NotImplementedError

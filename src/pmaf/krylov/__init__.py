@@ -1,0 +1,1 @@
+"""Spaces that grow by products with a matrix."""

@@ -1,0 +1,143 @@
+"""Top eigenvectors from one Krylov space, and the proof that nothing larger was missed.
+
+`Y` spans approximate eigenvectors, `θ` is the smallest of their values. If the Cholesky
+factorisation of `(θ − δ)I − A + YᵀτY` exists, then `A` has no eigenvalue above `θ − δ` on
+the complement of `Y`, and by interlacing at most k in all: those that were found. The
+factor then improves a single vector to all its digits, and serves the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.gram import merge_tolerance
+from pmaf.linalg.products import norm, solve_factored, symmetric_part
+from pmaf.linalg.symmetric import SymmetricPart, fixed_rows
+
+
+class Ritz(NamedTuple):
+    """Top eigenpairs of each matrix; where not `found`, whatever there was."""
+
+    values: Tensor  # (B, k), descending
+    rows: Tensor  # (B, k, n)
+    residual: Tensor  # (B,), relative to the largest modulus
+    scale: Tensor  # (B,), the largest modulus
+    found: Tensor  # (B,) bool
+    products: int
+
+
+def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | None:
+    """Lanczos with full orthogonalisation; None once it is clear that most will not converge.
+
+    What is accurate to a few digits is left to `polish`.
+    """
+    A = part.matrix
+    B, n = A.shape[:2]
+    start = fixed_rows(n, A.dtype, A.device)[1]
+    Q = A.new_zeros(B, limit + 1, n)
+    T = A.new_zeros(B, limit, limit)
+    Q[:, 0] = start / norm(start)
+    check = max(_FIRST, 6 * k)
+    for m in range(1, limit + 1):
+        basis = Q[:, :m]
+        w = part(Q[:, m - 1 : m])
+        # Twice, or what is lost in the first subtraction comes back as a second copy.
+        h = torch.bmm(w, basis.mT)
+        w = torch.baddbmm(w, h, basis, alpha=-1)
+        g = torch.bmm(w, basis.mT)
+        w = torch.baddbmm(w, g, basis, alpha=-1)
+        T[:, m - 1, :m] = (h + g).squeeze(1)
+        length = norm(w)
+        # Zero where the space is invariant: what this adds is not an eigenpair, and is
+        # found out by the residual.
+        tiny = torch.finfo(A.dtype).tiny
+        torch.div(w, length.unsqueeze(-1).clamp_min(tiny), out=Q[:, m : m + 1])
+        if m < check and m < limit:
+            continue
+        theta, s = torch.linalg.eigh(T[:, :m, :m])
+        scale = theta.abs().amax(-1)
+        rest = (length * s[:, -1, -k:].abs()).amax(-1)
+        gap = theta[:, -k] - theta[:, max(m - k - 1, 0)]
+        wanted = torch.maximum(tolerance * scale, _POLISH * gap)
+        done = rest <= wanted
+        if done.all() or m == limit:
+            y = torch.bmm(s[:, :, -k:].flip(-1).mT, basis)
+            return _judge(part, y / norm(y).unsqueeze(-1), scale, done, m)
+        left = _steps_left(rest / wanted, gap / (theta[:, -1] - theta[:, 0]))
+        hopeful = done | (m + left <= limit)
+        if 2 * int(hopeful.sum()) < B:
+            return None
+        check = m + max(4, math.ceil(float(torch.where(hopeful & ~done, left, 0).amax())))
+    return None
+
+
+def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -> Ritz:
+    """Steps with the factor, of Newton for a single vector, of Davidson for several."""
+    for _ in range(_POLISHES):
+        if (found.residual <= 0.5 * tolerance).all():
+            break
+        image = part.exact(found.rows)
+        rest = image - found.values.unsqueeze(-1) * found.rows
+        step = solve_factored(factor, rest)
+        step = torch.where(found.found[:, None, None], step, 0)
+        if step.shape[-2] == 1:
+            y = found.rows + step
+            y = y / norm(y).unsqueeze(-1)
+        else:
+            y = _best_within(part, torch.cat([found.rows, step], -2))
+        found = _judge(part, y, found.scale, found.found, found.products + 2)
+    return found
+
+
+def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
+    """Of the span of twice as many rows, the half with the largest values, orthonormal.
+
+    In float64 where there is one: a few rows cost nothing, and what is rounded here would
+    be all that is left to improve.
+    """
+    dtype = rows.dtype
+    wide = dtype if rows.device.type == "mps" else torch.float64
+    basis = torch.linalg.qr(rows.mT.to(wide)).Q.mT
+    small = torch.bmm(basis, part.exact(basis.to(dtype)).to(wide).mT)
+    turn = torch.linalg.eigh(symmetric_part(small)).eigenvectors
+    return torch.bmm(turn[..., -(rows.shape[-2] // 2) :].flip(-1).mT, basis).to(dtype)
+
+
+def certificate(
+    part: SymmetricPart, found: Ritz, of: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The Cholesky factors, `(B, n, n)`, and which of them exist; of some entries if named."""
+    matrix, y, values, scale = part.matrix, found.rows, found.values, found.scale
+    if of is not None:
+        matrix, y, values, scale = matrix[of], y[of], values[of], scale[of]
+    lift = (2 * scale)[:, None, None] * y
+    matrix = torch.baddbmm(matrix, lift.mT, y, beta=-1)
+    shift = values[:, -1] - merge_tolerance(y.dtype) * scale
+    matrix.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    return factor, info == 0
+
+
+def _judge(part: SymmetricPart, y: Tensor, scale: Tensor, found: Tensor, products: int) -> Ritz:
+    image = part.exact(y)
+    values = (y * image).sum(-1)
+    rest = norm(image - values.unsqueeze(-1) * y).amax(-1)
+    return Ritz(values, y, rest / scale, scale, found, products)
+
+
+def _steps_left(excess: Tensor, gap: Tensor) -> Tensor:
+    """How many steps divide the residual by `excess`, by the theory of Chebyshev polynomials."""
+    g = (gap / (1 - gap).clamp_min(torch.finfo(gap.dtype).eps)).clamp_min(0)
+    rate = torch.log1p(2 * (g + (g * (1 + g)).sqrt()))
+    return torch.nan_to_num(excess.clamp_min(1).log() / rate, nan=torch.inf)
+
+
+# Of the gap: an angle of this size is within reach of a Newton step.
+_POLISH = 1e-2
+_POLISHES = 4
+# Steps before the first look.
+_FIRST = 12

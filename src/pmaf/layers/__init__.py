@@ -1,0 +1,1 @@
+"""The layers: one file each, with its problem, its function and its module."""

@@ -1,0 +1,1 @@
+"""Batched kernels of linear algebra."""

@@ -1,0 +1,46 @@
+"""The geometry that every method here shares: the unit sphere and its tangent spaces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.products import dot, norm
+
+
+def project(u: Tensor) -> Tensor:
+    """The nearest point of the unit sphere, `u/‖u‖`, for `u` of shape `(*, n)`."""
+    return u / norm(u).unsqueeze(-1)
+
+
+def settle(u: Tensor) -> Tensor:
+    """`project`, with the division in float64 and one rounding at the end.
+
+    At a minimum on the sphere the objective is flat along it and steep across it, so
+    the rounding of the length is the one that shows.
+    """
+    if u.device.type == "mps":  # has no float64
+        return project(u)
+    return project(u.double()).to(u.dtype)
+
+
+def tangent(u: Tensor, x: Tensor) -> Tensor:
+    """The part of `x` orthogonal to the unit vector `u`: `(I − uuᵀ)x`."""
+    return x - u * dot(u, x).unsqueeze(-1)
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    """Cosine of the angle between `x` and `y`; zero where either of them is zero."""
+    lengths = norm(x) * norm(y)
+    return dot(x, y) / torch.where(lengths > 0, lengths, torch.ones_like(lengths))
+
+
+def references(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two fixed directions of the size of `like`, to break ties reproducibly.
+
+    All ones is the paper's choice. Structured vectors such as `(1, −1, 0, …)` are
+    orthogonal to it, so there is a second one with no structure.
+    """
+    n = like.shape[-1]
+    index = torch.arange(n, dtype=like.dtype, device=like.device)
+    return torch.ones_like(index), torch.cos(index + 1)

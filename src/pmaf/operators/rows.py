@@ -1,0 +1,242 @@
+"""Products of an operator with the rows that solvers work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_finite
+from pmaf.linalg.products import dot, inner, long_norm, power_of_two, safe
+from pmaf.linalg.symmetric import fixed_rows
+from pmaf.operators import Operator
+from pmaf.runtime import ranks
+from pmaf.solvers.base import Outcome
+
+
+class Rows:
+    """Products with rows `(B, p, n)`, as plain tensors that every rank has.
+
+    The only place that knows how a batch is laid out and whether the operator is spread over
+    ranks: what happens between two products is the same everywhere.
+    """
+
+    def __init__(self, A: Operator, batch: torch.Size) -> None:
+        self.A, self.entries = A, batch.numel()
+        self.mesh = ranks.mesh_of(*A.tensors)
+        # What a search has seen of the matrix, for the backward pass.
+        self.scale = torch.zeros(self.entries, device=A.device)
+        self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
+        # Eigenvalues of the operator in the units of the search, and the exponents of these.
+        self.values: Tensor | None = None
+        self.exponents: Tensor | None = None
+        # What the backward pass of LESS solves with where products do not do.
+        self.by_entries: Any = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.matvec(self.lift(rows)), rows)
+
+    def transposed(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.rmatvec(self.lift(rows)), rows)
+
+    def symmetric_part(self, rows: Tensor) -> Tensor:
+        lifted = self.lift(rows)
+        return self.lower(self.A.matvec(lifted) + self.A.rmatvec(lifted), rows).mul_(0.5)
+
+    def gram(self, rows: Tensor) -> Tensor:
+        return self.lower(self.A.rmatvec(self.A.matvec(self.lift(rows))), rows)
+
+    def pulled(self, b: Tensor) -> Tensor:
+        """`Aᵀb`, `(B, 1, n)`, for `b` of shape `(*, m)`, which may be spread itself."""
+        b = b.reshape(*self.A.batch_shape, -1, b.shape[-1])
+        pulled = self.A.rmatvec(ranks.replicate(b, self.mesh))
+        return ranks.whole(pulled).reshape(self.entries, 1, -1)
+
+    def lift(self, rows: Tensor) -> Tensor:
+        """As the operator takes them."""
+        # One matrix for a whole batch of problems has a row for each.
+        rows = rows.reshape(*self.A.batch_shape, -1, rows.shape[-1])
+        return ranks.replicate(rows, self.mesh)
+
+    def lower(self, images: Tensor, rows: Tensor) -> Tensor:
+        return ranks.whole(images).reshape(self.entries, rows.shape[1], -1)
+
+    def agreed(self, done: Tensor) -> bool:
+        return ranks.agreed(done, self.mesh)
+
+    @cached_property
+    def of_symmetric_part(self) -> Callable[[Tensor], Tensor]:
+        """Products with `½(A + Aᵀ)`, one-sided where that is the same."""
+        return self if self.A.symmetric or not self._is_lopsided() else self.symmetric_part
+
+    def _is_lopsided(self) -> bool:
+        """Whether `xᵀAy` and `yᵀAx` differ by more than rounding, for one pair of vectors."""
+        n = self.A.shape[-1]
+        rows = fixed_rows(n, self.A.dtype, self.A.device).expand(self.entries, 2, n)
+        images = self(rows)
+        found = inner(rows, images)
+        size = long_norm(images).amax(-1)
+        difference = (found[:, 0, 1] - found[:, 1, 0]).abs()
+        rounding = _ROUNDINGS * torch.finfo(images.dtype).eps
+        return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
+
+    def change_units(self, rows: Tensor) -> None:
+        """Work with the operator over powers of two that bring its products into range."""
+        self.A, exponents = self.A.in_units(self.lift(rows))
+        self.exponents = exponents.expand(self.A.batch_shape).reshape(self.entries)
+        self.__dict__.pop("of_symmetric_part", None)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Numbers `(B, *)` in the units that the operator was given in, as far as they go."""
+        if self.exponents is None:
+            return x
+        half = (self.exponents / 2).floor()
+        for part in (half, self.exponents - half):
+            x = x * part.to(x.dtype).exp2().reshape(-1, *(1,) * (x.dim() - 1))
+        return x
+
+    def require_transposes(self, tolerance: float) -> None:
+        """`⟨Ax, y⟩` and `⟨x, Aᵀy⟩` agree where `Aᵀ` comes from whoever wrote the operator.
+
+        One product from each side. They may differ by what half the digits hold, so that
+        functions that round more than they need are not accused, or by ten times the tolerance,
+        which says what products are worth.
+        """
+        worth = max(torch.finfo(self.A.dtype).eps ** 0.5, 10 * tolerance)
+        for A in self.A.claims():
+            _require_transpose(A, self.mesh, worth)
+
+    def unit(self, image: Tensor) -> Tensor:
+        """Powers of two `(B,)` of the size of an image; an error if there is none."""
+        size = image.abs().amax((-2, -1))
+        if not torch.isfinite(size).all():
+            self.require_finite()
+            raise ValueError(
+                f"a product with {self.A!r} overflows {image.dtype}; scale it down, or use float64"
+            )
+        return power_of_two(size)
+
+    def pull_back(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of `Σ leftᵀ A right`, rows as the operator takes them, spread as it is."""
+        found = self.A.pullback(left, right, needs)
+        return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(found, self.A.tensors)]
+
+    def guarded(self, find: Callable[..., Outcome], *arguments: Any) -> Outcome:
+        """What `find` finds, or an error that says which numbers are not finite."""
+        try:
+            outcome = find(self, *arguments)
+        except RuntimeError as error:
+            # What a decomposition says to numbers that are not finite.
+            known = isinstance(error, torch.linalg.LinAlgError)  # pyright: ignore
+            if not (known or "linalg" in str(error)):
+                raise
+            self._complain()
+            raise
+        if not torch.isfinite(outcome.multiplier).all():
+            self._complain()
+        return outcome
+
+    def _complain(self) -> None:
+        self.require_finite()
+        where = "" if self.mesh is None else "; see what the other ranks say"
+        raise ValueError(
+            f"a product with {self.A!r} has non-finite values{where}; if it overflows "
+            f"{self.A.dtype}, scale down what it is made of, or use float64"
+        ) from None
+
+    def require_finite(self) -> None:
+        """An error that names the tensor with numbers that are not finite."""
+        for i, x in enumerate(self.A.tensors):
+            here = ranks.local(x)
+            require_finite(**{f"tensor {i} of {self.A!r}": (here, here.dim())})
+
+
+def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
+    m, n = A.shape[-2:]
+
+    def drawn(row: int, width: int) -> Tensor:
+        x = fixed_rows(width, A.dtype, A.device)[row] / width**0.5
+        return x.expand(*A.batch_shape, 1, width)
+
+    def of(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        return ranks.whole(product(ranks.replicate(rows, mesh)))
+
+    x = drawn(0, n)
+    image = of(A.matvec, x)
+    # In these units nothing over- or underflows.
+    most = image.abs().amax(-1, keepdim=True)
+    unit = torch.where(most > 0, most, 1)
+    image = image / unit
+    # Half of y is Ax, where a wrong sign or factor shows in full; the other half has no structure.
+    y = image / safe(long_norm(image)).unsqueeze(-1) + drawn(1, m)
+    pulled = of(A.rmatvec, y) / unit
+    left, right = dot(image, y), dot(x, pulled)
+    size = torch.maximum(long_norm(image), long_norm(pulled))
+    apart = (left - right).abs() > worth * size
+    # Numbers that are not finite are named elsewhere.
+    apart = apart & torch.isfinite(left) & torch.isfinite(right)
+    if ranks.agreed(~apart, mesh):
+        return
+    worst = ((left - right).abs() / safe(size)).nan_to_num(0).reshape(-1)
+    at = int(worst.argmax())
+    found = f"⟨Ax, y⟩ = {_number(left, unit, at)} but ⟨x, Aᵀy⟩ = {_number(right, unit, at)}"
+    if A.symmetric and type(A).rmatvec is Operator.rmatvec:
+        raise ValueError(
+            f"{A!r} says that it is symmetric and is not: {found} for vectors without structure; "
+            "leave out symmetric = True and implement rmatvec"
+        )
+    raise ValueError(
+        f"rmatvec of {A!r} is not the transpose of its matvec: {found} for vectors without "
+        "structure; correct it, or leave it out of FromMatvec, and autograd finds the transpose. "
+        "If products are meant to be inexact, pass Krylov(tolerance=...) with what they are worth"
+    )
+
+
+def _number(x: Tensor, unit: Tensor, at: int) -> str:
+    return f"{float(x.reshape(-1)[at]) * float(unit.reshape(-1)[at]):.6g}"
+
+
+# By which a matrix may miss symmetry, relative to its Frobenius norm, and be called symmetric.
+_ROUNDINGS = 256
+
+
+def spread_alike(A: Operator, *others: Tensor) -> Operator:
+    """An operator of tensors of which none or all are spread over ranks.
+
+    All of them, if one of the others is.
+    """
+    mesh = ranks.mesh_of(*A.tensors, *others)
+    if mesh is None:
+        return A
+    return A.with_tensors([ranks.replicate(x, mesh) for x in A.tensors])
+
+
+def joined(found: Any, A: Operator, *others: Tensor) -> Any:
+    """A solution that every rank has, as DTensors if what it comes from is spread over ranks."""
+    mesh = ranks.mesh_of(*A.tensors, *others)
+    if mesh is None:
+        return found
+    return ranks.replace_tensors(found, lambda x: ranks.replicate(x, mesh))
+
+
+def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that say so when they are differentiated again, which they cannot be."""
+    if not torch.is_grad_enabled():
+        return list(gradients)
+    return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the gradient of a solve by products cannot be differentiated again; "
+            "for second derivatives pass A as a dense tensor"
+        )

@@ -1,0 +1,1 @@
+"""What surrounds a call: traces, transforms, threads, ranks, logs."""

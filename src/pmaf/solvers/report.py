@@ -1,0 +1,128 @@
+"""What the eigenvector solvers share: starts, orthonormal blocks, the final report.
+
+Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.symmetric import fixed_normal
+from pmaf.solvers.base import Outcome
+
+if TYPE_CHECKING:
+    from pmaf.layers.ied import PrincipalEigenvectors
+
+
+def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int) -> Tensor:
+    """Where to start, `(*, n, width)`: `init` first, then fixed directions without structure.
+
+    The same for every batch entry and every call: a start that is random in the sense of
+    the algorithms, but never in the sense of the user. A little of it is mixed into `init`,
+    which may be exactly orthogonal to what is looked for.
+    """
+    A = problem.matrix
+    block = fixed_normal(problem.n, width).to(A)
+    block = block.expand(*problem.batch_shape, -1, -1)
+    if init is not None:
+        given = init.expand(*problem.batch_shape, -1, -1)[..., :width]
+        length = torch.linalg.vector_norm(given, dim=-2, keepdim=True)
+        given = given / torch.where(length > 0, length, torch.ones_like(length))
+        count = given.shape[-1]
+        given = given + torch.finfo(A.dtype).eps ** 0.5 * block[..., :count]
+        block = torch.cat([given, block[..., count:]], -1)
+    return block
+
+
+def orthonormal(block: Tensor) -> Tensor:
+    """An orthonormal basis of the columns, each on the side of the column it came from."""
+    q, r = torch.linalg.qr(block)
+    diagonal = r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    return torch.where(diagonal < 0, -q, q)
+
+
+def rayleigh_ritz(M: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best eigenpairs within an orthonormal block: values descending, vectors, `M` vectors."""
+    image = M @ block
+    small = block.mT @ image
+    values, vectors = torch.linalg.eigh(0.5 * (small + small.mT))
+    vectors = vectors.flip(-1)
+    return values.flip(-1), block @ vectors, image @ vectors
+
+
+def norm_of(M: Tensor) -> Tensor:
+    """Frobenius norm, one where it is zero, `(*,)`."""
+    size = torch.linalg.matrix_norm(M)
+    return torch.where(size == 0, torch.ones_like(size), size)
+
+
+def stands(finished: Tensor, residual: Tensor, tolerance: float) -> Tensor:
+    """Whether an iteration that stopped by its own rule stopped at an eigenpair.
+
+    One that did not stop counts too if its residual leaves nothing to be gained.
+    """
+    eps = torch.finfo(residual.dtype).eps
+    settled = finished & (residual <= max(64 * eps, 16 * tolerance))
+    return settled | (residual <= 4 * eps)
+
+
+def residual_of(M: Tensor, values: Tensor, vectors: Tensor, size: Tensor) -> Tensor:
+    """`max ‖My − λy‖/‖M‖` over the columns, `(*,)`."""
+    rest = M @ vectors - vectors * values.unsqueeze(-2)
+    return torch.linalg.vector_norm(rest, dim=-2).amax(-1) / size
+
+
+def outcome(
+    problem: PrincipalEigenvectors,
+    values: Tensor,
+    vectors: Tensor,
+    *,
+    residual: Tensor,
+    iterations: Tensor,
+    converged: Tensor,
+    report: bool,
+) -> Outcome:
+    """An outcome without an eigenbasis; the gap is looked up only for a report."""
+    k, n = values.shape[-1], problem.n
+    batch = problem.batch_shape
+    gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
+    if report:
+        gap = gap_of(problem.spectrum(), k) if problem.symmetric else problem.modulus_gap()
+    return Outcome(
+        value=vectors.mT,
+        multiplier=values,
+        residual=residual,
+        gap=gap,
+        iterations=iterations,
+        converged=converged,
+        basis=values.new_empty((*batch, 0, n)),
+        spread=values.new_empty((*batch, 0)),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def without_report(
+    batch: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residuals and gaps, iterations, and whether converged, if nobody will look at them."""
+    with torch.inference_mode(False):
+        unknown = torch.full(batch, torch.nan, dtype=dtype, device=device)
+        none = torch.zeros(batch, dtype=torch.int64, device=device)
+        return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
+
+
+def gap_of(spectrum: Tensor, k: int) -> Tensor:
+    """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
+
+    `spectrum` has all eigenvalues, descending; the first `k` are requested. Infinite for
+    a matrix with a single eigenvalue.
+    """
+    n = spectrum.shape[-1]
+    if n == 1:
+        return torch.full_like(spectrum[..., 0], torch.inf)
+    steps = spectrum[..., :-1] - spectrum[..., 1:]
+    return steps[..., : min(k, n - 1)].amin(-1)

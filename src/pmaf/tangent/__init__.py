@@ -1,0 +1,1 @@
+"""The linear system behind every derivative, and the ways to solve it."""

@@ -1,0 +1,133 @@
+"""Solving the bordered systems of LESS: `P(AᵀA + μI)P z = Pv` with `yᵀz = 0`.
+
+Either in an eigenbasis of `AᵀA`, or with the Cholesky factor of `K = AᵀA + μI + σyyᵀ`, which
+on the tangent space is the same matrix. Both may come from a rounded Gram matrix; the residual
+that refines their solution is that of `A`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.gram import Spectrum, TangentSolver, merge_tolerance, singular_spectrum
+from pmaf.linalg.products import dot, solve_factored
+from pmaf.runtime.log import took
+
+
+def gram_product(A: Tensor, shift: Tensor, z: Tensor) -> Tensor:
+    """`(AᵀA + shift·I) z` for each row of `z`, `(*, k, n)`."""
+    return z @ A.mT @ A + shift[..., None, None] * z
+
+
+def gap_above(spectrum: Spectrum, shift: Tensor) -> Tensor:
+    """The smallest eigenvalue of `AᵀA + shift·I`, zero where it is only rounding."""
+    gap = shift + spectrum.floor
+    rounding = merge_tolerance(gap.dtype) * spectrum.top
+    return torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
+
+
+def spectral_solve(
+    A: Tensor,
+    shift: Tensor,
+    gap: Tensor,
+    basis: Tensor,
+    spread: Tensor,
+    y: Tensor,
+    v: Tensor,
+    refine: bool = True,
+) -> Tensor:
+    """`z` for each row of `v`, `(*, k, n)`, in an eigenbasis of `AᵀA`."""
+    single = v.shape[-2] == 1
+    if not single:
+        basis, spread, gap = basis.unsqueeze(-3), spread.unsqueeze(-2), gap.unsqueeze(-1)
+        y = y.unsqueeze(-2)
+    solver = TangentSolver(basis, spread, gap, y)
+
+    def solve(x: Tensor) -> Tensor:
+        return solver(x.squeeze(-2)).unsqueeze(-2) if single else solver(x)
+
+    z = solve(v)
+    return z + solve(v - gram_product(A, shift, z)) if refine else z
+
+
+def factored_solve(
+    A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
+) -> Tensor:
+    """`z` for each row of `v`, `(*, k, n)`, with the upper triangular factor of `K`.
+
+    Entries whose factor is zero, and those it does not solve, are solved in an eigenbasis.
+    """
+    return torch.ops.pmaf.factored_solve(A, shift, gap, factor, y, v)
+
+
+@torch.library.custom_op(
+    "pmaf::factored_solve",
+    mutates_args=(),
+    schema="(Tensor A, Tensor shift, Tensor gap, Tensor factor, Tensor y, Tensor v) -> Tensor",
+)
+def _factored_op(
+    A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
+) -> Tensor:
+    y_row = y.unsqueeze(-2)
+
+    def solve(x: Tensor) -> Tensor:
+        return solve_factored(factor.mT, x)
+
+    q = solve(y_row)
+    q = q / dot(q, y_row).unsqueeze(-1)
+
+    def tangent(p: Tensor) -> Tensor:
+        z = p - (p @ y_row.mT) * q
+        return z - (z @ y_row.mT) * y_row
+
+    eps = torch.finfo(v.dtype).eps
+    p = solve(v)
+    z = tangent(p)
+    # Of a v along y nothing is left but rounding, which does not contract.
+    rounding = (_ROUNDINGS * eps) ** 2 * dot(p, p)
+    settled = torch.zeros_like(v[..., 0], dtype=torch.bool)
+    for _ in range(_REFINEMENTS):
+        step = tangent(solve(v - gram_product(A, shift, z)))
+        z = z + step
+        settled = dot(step, step) <= torch.maximum(eps * dot(z, z), rounding)
+        if settled.all():
+            return z.contiguous()
+    took("tangent: singular vectors")
+    left = (~settled).any(-1)
+    A = A.expand(*left.shape, *A.shape[-2:])[left]
+    shift, gap, y, v = shift[left], gap[left], y[left], v[left]
+    spectrum, _, _ = singular_spectrum(A)
+    gap = torch.where(torch.isfinite(gap), gap, gap_above(spectrum, shift))
+    z[left] = spectral_solve(A, shift, gap, spectrum.basis, spectrum.spread, y, v)
+    return z.contiguous()
+
+
+_ROUNDINGS = 64
+
+# Steps that do not contract in as many tries come from a factor that does not fit.
+_REFINEMENTS = 3
+
+
+@_factored_op.register_fake
+def _factored_fake(
+    A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
+) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@_factored_op.register_vmap
+def _factored_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
+    *fixed, v = args
+    if all(axis is None for axis in in_dims[:-1]):
+        # More right-hand sides for the same matrix: rows, not copies of the factor.
+        rows = v.movedim(in_dims[-1] or 0, -3)
+        z = torch.ops.pmaf.factored_solve(*fixed, rows.flatten(-3, -2))
+        return z.unflatten(-2, rows.shape[-3:-1]).contiguous(), z.dim() - 2
+    moved = [
+        x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0)
+        for x, axis in zip(args, in_dims)
+    ]
+    return torch.ops.pmaf.factored_solve(*moved), 0

@@ -1,0 +1,274 @@
+"""Competitors run in turn, so that noise hits all of them alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf_lab.bench.growth import Growth, Sweep, growth_findings, growth_table
+from pmaf_lab.bench.present import (
+    ratio,
+    ratios_table,
+    rows_of,
+    sizes_figure,
+    skipped,
+    summary_tables,
+)
+from pmaf_lab.bench.present import seconds as seconds_of
+from pmaf_lab.experiments import Cell, Experiment, Finding, Row, Scale, Section
+from pmaf_lab.experiments.measure import seconds
+
+Result = tuple[Tensor, ...]
+Judge = Callable[[Result, Result | None], dict[str, float | None]]
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """Something a user would use instead.
+
+    Attributes:
+        solve: From the inputs to the outputs.
+        differentiable: Whether gradients flow through `solve`.
+        largest: Entries of the first input above which a run would take minutes.
+        needs: The module it is made of, where that is optional.
+    """
+
+    solve: Callable[..., Result]
+    differentiable: bool = True
+    largest: float = float("inf")
+    needs: str = "torch"
+
+    def reason(self, size: int) -> str | None:
+        """Why it does not take part, None if it does."""
+        if importlib.util.find_spec(self.needs) is None:
+            return f"{self.needs} is not installed"
+        return None if size <= self.largest else "takes minutes at this size"
+
+
+class Task(NamedTuple):
+    """What every competitor is given: inputs that require gradients, a vector for the loss."""
+
+    inputs: Result
+    c: Tensor
+
+
+class Race(Experiment):
+    """Competitors on families of problems, each family at many shapes.
+
+    The first competitor is ours, the second the one it is held against.
+    """
+
+    competitors: ClassVar[Mapping[str, Competitor]]
+    families: ClassVar[Sequence[str]]
+    quick_families: ClassVar[Sequence[str]]
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]]
+    errors: ClassVar[Sequence[str]]
+    sweeps: ClassVar[Sequence[Sweep]] = ()
+    compared: ClassVar[Sequence[str]] = ("both",)  # passes to sum up against the second
+    # What the axes of a shape are, as the tables say it, and the panels of the figures.
+    axes: ClassVar[str]
+    panel: ClassVar[Sweep]
+
+    @abstractmethod
+    def task(self, family: str, shape: Sequence[int], device: torch.device) -> Task:
+        """A problem of a family."""
+
+    @abstractmethod
+    def loss(self, outputs: Result, c: Tensor) -> Tensor:
+        """A scalar, to differentiate."""
+
+    @abstractmethod
+    def judge(self, task: Task) -> Judge:
+        """From outputs and gradients to their errors, as named in `errors`."""
+
+    def findings(self, by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
+        """What was promised of this race, and what came of it."""
+        return []
+
+    def cells(self, scale: Scale) -> list[Cell]:
+        families, budget = (
+            (self.quick_families, 0.15) if scale == "quick" else (self.families, 0.25)
+        )
+        return [
+            Cell(
+                {"family": family, "shape": list(shape), "budget": budget},
+                1 + budget * len(self.competitors),
+            )
+            for family in families
+            for shape in self.shapes[scale]
+        ]
+
+    def measure(
+        self, device: torch.device, *, family: str, shape: list[int], budget: float
+    ) -> dict[str, Any]:
+        task = self.task(family, shape, device)
+        loss = partial(self.loss, c=task.c)
+        results = race(self.competitors, task.inputs, loss, device, budget)
+        judge = self.judge(task)
+        found: dict[str, Any] = {}
+        for name, result in results.items():
+            if "skipped" in result:
+                found[name] = result
+            else:
+                outputs, gradients = result.pop("outputs"), result.pop("gradients")
+                found[name] = result | judge(outputs, gradients)
+        return found
+
+    def present(self, rows: Sequence[Row]) -> Section:
+        by_family = {
+            family: sorted(found, key=lambda row: row.params["shape"])
+            for family in self.families
+            if (found := rows_of(rows, family=family))
+        }
+        panels = {
+            family: chosen
+            for family, found in by_family.items()
+            if (chosen := self.panel.of(found))
+        }
+        names = list(self.competitors)
+        other = names[1]
+        growth = [
+            entry
+            for sweep in self.sweeps
+            for family, found in by_family.items()
+            if (entry := Growth.of(sweep, family, found, other)) is not None
+        ]
+        figures = [
+            sizes_figure(
+                f"bench-{self.name}",
+                f"Both passes, {self.panel.label}, as multiples of ours (forward alone of what has "
+                "no gradient); above the line is slower than ours.",
+                panels,
+                names,
+                ratio,
+                "time ÷ ours",
+            ),
+            sizes_figure(
+                f"bench-{self.name}-times",
+                f"Both passes, {self.panel.label}: seconds against n.",
+                panels,
+                names,
+                seconds_of,
+                "seconds",
+            ),
+        ]
+        tables = [
+            table
+            for part in self.compared
+            for table in summary_tables(f"bench-{self.name}-{part}", by_family, other, part)
+        ]
+        tables += [
+            ratios_table(
+                f"bench-{self.name}-{family}", f"{family}, {self.axes}", found, names, self.errors
+            )
+            for family, found in by_family.items()
+        ]
+        if growth:
+            tables.append(growth_table(f"bench-{self.name}-growth", growth, other))
+        return Section(
+            findings=[*self.findings(by_family), *growth_findings(self.title, growth, other)],
+            figures=figures if panels else [],
+            tables=tables,
+            notes=skipped([row for found in by_family.values() for row in found]),
+        )
+
+
+def race(
+    competitors: Mapping[str, Competitor],
+    inputs: Result,
+    loss: Callable[[Result], Tensor],
+    device: torch.device,
+    budget: float,
+    repeats: int = 15,
+) -> dict[str, dict[str, Any]]:
+    """Median seconds of both passes, the outputs and the gradients, of every competitor.
+
+    They take turns. A short run is preceded by another of the same competitor, lest what the
+    last one left behind, threads that still spin or an empty cache, be counted as its time.
+
+    Args:
+        inputs: Tensors that require gradients.
+        loss: A scalar of the outputs, to differentiate.
+        budget: Seconds after which a competitor drops out of the next round.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    times: dict[str, tuple[list[float], list[float]]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a solver that stops early shows in its error
+        for name, competitor in competitors.items():
+            reason = competitor.reason(inputs[0].numel())
+            if reason is None:
+                try:
+                    first = results[name] = _once(competitor, inputs, loss, device)
+                    taken = first["forward"], first["backward"]
+                    # The first run warms up; one that takes very long has to do.
+                    long = sum(taken) > _VERY_LONG * budget
+                    times[name] = ([taken[0]], [taken[1]]) if long else ([], [])
+                    continue
+                except Exception as error:  # whatever it is, the others go on
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            results[name] = {"skipped": reason}
+        # SciPy comes last: its threads are not torch's, and spin beside them for a while.
+        groups = [
+            [name for name in times if foreign == (competitors[name].needs == "scipy")]
+            for foreign in (False, True)
+        ]
+        for name in (name for group in groups for _ in range(repeats) for name in group):
+            forward, backward = times[name]
+            if sum(forward) + sum(backward) < budget:
+                if not forward or forward[-1] + backward[-1] < _LONG:
+                    _once(competitors[name], inputs, loss, device)
+                again = _once(competitors[name], inputs, loss, device)
+                forward.append(again["forward"])
+                backward.append(again["backward"])
+    for name, (forward, backward) in times.items():
+        results[name]["forward"] = statistics.median(forward)
+        results[name]["backward"] = (
+            statistics.median(backward) if competitors[name].differentiable else None
+        )
+    return results
+
+
+# Seconds of a run beside which that does not matter.
+_LONG = 0.05
+# A run is measured by its first, and only, if it takes so many times what there is time for.
+_VERY_LONG = 8
+
+
+def _once(
+    competitor: Competitor,
+    inputs: Result,
+    loss: Callable[[Result], Tensor],
+    device: torch.device,
+) -> dict[str, Any]:
+    outputs: Result = ()
+    gradients: Result | None = None
+
+    def forward() -> None:
+        nonlocal outputs
+        outputs = competitor.solve(*inputs)
+
+    def backward() -> None:
+        nonlocal gradients
+        gradients = torch.autograd.grad(loss(outputs), inputs)
+
+    found: dict[str, Any] = {"forward": seconds(forward, device), "backward": 0.0}
+    if competitor.differentiable:
+        found["backward"] = seconds(backward, device)
+    found["outputs"] = tuple(x.detach() for x in outputs)
+    found["gradients"] = gradients
+    return found
+
+
+def mean(x: Tensor) -> float | None:
+    """Of what is finite throughout, and there at all."""
+    return float(x.mean()) if x.numel() and bool(x.isfinite().all()) else None
