@@ -83,6 +83,7 @@ def main() -> None:
             f"{int(solution.iterations.full_tensor())} products forward, "
             f"{solution.backward.iterations} backward"
         )
+    dist.barrier()  # no rank leaves while another is still talking to it
     dist.destroy_process_group()
 
 
