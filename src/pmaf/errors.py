@@ -1,4 +1,4 @@
-"""What can go wrong, and the words it is said in."""
+"""Exceptions, warnings and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -156,17 +156,6 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
         raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
 
 
-def require_eager(what: str, instead: str, x: Tensor) -> None:
-    """Nobody is tracing or transforming the call, and there are numbers to work with."""
-    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
-    abstract = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
-    if torch.compiler.is_compiling() or transformed or abstract:
-        raise RuntimeError(
-            f"{what} runs in eager mode only, not under torch.compile or the transforms of "
-            f"torch.func, nor on fake tensors; use {instead}"
-        )
-
-
 def refuse_script(module: object) -> None:
     """What `torch.jit.script` hears from a layer."""
     raise RuntimeError(
@@ -183,9 +172,10 @@ def require_extra(module: str, extra: str) -> None:
 
 def _require_real(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor; got {type(x).__name__} (torch.as_tensor converts it)"
-        )
+        hint = "torch.as_tensor converts it"
+        if callable(getattr(x, "matvec", None)):
+            hint = "pmaf.operators.FromMatvec wraps a function that multiplies by it"
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} ({hint})")
     if x.dtype not in _DTYPES:
         kind = "complex" if x.is_complex() else "not floating-point"
         kind = "not supported" if x.is_floating_point() else kind

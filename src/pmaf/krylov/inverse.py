@@ -54,7 +54,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
         v = image / beside[k - 1].clamp_min(torch.finfo(g.dtype).tiny).unsqueeze(-1)
         if k < limit and k != first and (k < first or k % 2):
             continue  # to look costs about as much as to go on
-        delta, y = secular_root(diagonal[:k], beside[: k - 1], length, delta, spare // 4)
+        delta, y = tridiagonal_root(diagonal[:k], beside[: k - 1], length, delta, spare // 4)
         growing = growing & ~((delta * beside[k - 1] * y[-1]).abs() <= tolerance)
         steps = torch.where(growing | (steps == 0), k, steps)
         if int(growing.sum()) <= spare:
@@ -70,7 +70,7 @@ _FIRST, _LARGE = 3, 256
 _NEWTON_STEPS = 6
 
 
-def secular_root(
+def tridiagonal_root(
     diagonal: Tensor, beside: Tensor, length: Tensor, delta: Tensor, spare: int
 ) -> tuple[Tensor, Tensor]:
     """`δ` and `y` with `(I + δT) y = length·e₁`, `‖y‖ = 1` and `I + δT` positive definite.

@@ -7,6 +7,7 @@ looked at. For a matrix of positive entries a positive eigenvector is proof, too
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import norm
+from pmaf.linalg.roundings import square_range
+from pmaf.linalg.symmetric_part import fixed_rows
 
 # A share of ‖A‖ whose square is above one half, by a margin: then |λ₂| < 0.91 |λ₁|.
 _SHARE = 0.74
@@ -30,6 +33,7 @@ class Dominant(NamedTuple):
     residual: Tensor  # (B, 1, 1), relative to ‖A‖
     products: int
     rate: float  # by which the residual shrinks with each product, the slowest
+    matrix: Tensor | None = None  # (B, n, n), the symmetric part, where it was formed
 
 
 def dominant(
@@ -52,7 +56,7 @@ def dominant(
     y, size, products, before = start
     y, image, value, worst, rest = _check(y, exact, symmetric)
     products += 1
-    # Of a symmetric matrix this is a lower bound of the largest eigenvalue already.
+    # For a symmetric matrix this is already a lower bound of the largest eigenvalue.
     large = _has_most(value, size, symmetric)
     positive = not large and is_positive is not None and is_positive()
     if not (large or positive):
@@ -77,7 +81,7 @@ def dominant(
                 y = product(y * inverse)
         products, taken, before = products + count, count, worst
         y, image, value, worst, rest = _check(y, exact, symmetric)
-        if worst > tolerance:  # or rounding, not convergence, has set it
+        if worst > tolerance:  # a residual below it is rounding and tells nothing of the rate
             rate = (worst / before) ** (1 / taken)
     if not worst <= tolerance:
         return None
@@ -96,6 +100,47 @@ class Start(NamedTuple):
     size: Tensor | None  # (B, 1, 1), Frobenius norms, if they are not one
     products: int  # steps taken so far
     before: float  # about the relative residual before them
+
+
+def dominant_of_sum(A: Tensor, flat: bool, tolerance: float) -> Dominant | None:
+    """Dominant eigenpairs of `½(A + Aᵀ)`, for matrices small enough for `A + Aᵀ` to be formed.
+
+    In units in which the Frobenius norm is one no step has to be normalised.
+
+    Args:
+        flat: whether most of each matrix is a constant, so that all ones is near the vector.
+    """
+    n = A.shape[-1]
+    matrix = A + A.mT
+    size = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    matrix.div_(size)
+
+    def product(x: Tensor) -> Tensor:
+        return torch.bmm(x, matrix)
+
+    ones, random = _starts(n, A.dtype, A.device)
+    y = (ones if flat else random).expand(len(A), 1, n)
+    for _ in range(_FIRST):
+        y = torch.bmm(y, matrix)
+    # A start without structure has about a part of n^-½ along the vector.
+    start = Start(y, None, _FIRST, 1.0 if flat else n**0.5)
+    found = dominant(product, product, start, tolerance, True)
+    if found is None or not float(size.amin()) > square_range(A.dtype)[0]:
+        return None
+    half = 0.5 * size
+    return found._replace(values=found.values * half, matrix=matrix.mul_(half))
+
+
+# Products before the first look at how fast they converge.
+_FIRST = 3
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """All ones, and without structure, `(1, 1, n)`."""
+    with torch.inference_mode(False):  # or they would be of no use in a later training step
+        ones = torch.ones(1, 1, n, dtype=dtype, device=device)
+        return ones, fixed_rows(n, dtype, device)[:1].unsqueeze(0)
 
 
 def longest_row(matrix: Tensor, product: Callable[[Tensor], Tensor]) -> Start:

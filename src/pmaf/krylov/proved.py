@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.linalg.gram import merge_tolerance
 from pmaf.linalg.products import norm, solve_factored, symmetric_part
-from pmaf.linalg.symmetric import SymmetricPart, fixed_rows
+from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.symmetric_part import SymmetricPart, fixed_rows
 
 
 class Ritz(NamedTuple):

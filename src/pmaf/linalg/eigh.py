@@ -73,10 +73,9 @@ def _eigh_three(A: Tensor) -> tuple[Tensor, Tensor]:
     longest = lengths.argmax(-1, keepdim=True)
     length = lengths.gather(-1, longest)
     w = normals.gather(-2, longest.unsqueeze(-1).expand(*longest.shape, 3)).squeeze(-2)
-    # A multiple of the identity has no row to take; any vector will do.
-    some = torch.zeros_like(w)
-    some[..., 0] = 1
-    w = torch.where(length > 0, w / torch.where(length > 0, length, 1), some)
+    # The length is not zero: both other roots are at least √3 away in these units. For a multiple
+    # of the identity all three are zero, and −λI is left, whose rows are orthogonal.
+    w = w / length
     a, b, c = w.unbind(-1)
     zero = torch.zeros_like(a)
     u = torch.where(

@@ -6,8 +6,6 @@ matrix-vector products: every helper here keeps that case fast.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -43,8 +41,8 @@ def long_norm(x: Tensor) -> Tensor:
     return (x * x).sum(-1).sqrt()
 
 
-def safe(x: Tensor) -> Tensor:
-    """One where `x` is zero: what to divide by when the quotient is of no account there."""
+def one_if_zero(x: Tensor) -> Tensor:
+    """`x`, and one where it is zero: a divisor for quotients that do not matter there."""
     return torch.where(x == 0, 1, x)
 
 
@@ -91,20 +89,6 @@ def frobenius(A: Tensor) -> Tensor:
     unit = torch.where(largest == 0, 1, largest)
     size = torch.linalg.matrix_norm(A / unit, keepdim=True)
     return unit * torch.where(size == 0, 1, size)
-
-
-def square_range(dtype: torch.dtype) -> tuple[float, float]:
-    """Between these, squares neither overflow nor lose digits that matter."""
-    info = torch.finfo(dtype)
-    return (info.tiny / info.eps) ** 0.5, (info.max * info.eps) ** 0.5
-
-
-def power_of_two(x: Tensor) -> Tensor:
-    """The power of two below each entry of `x`, one for zero: scaling by it is exact."""
-    positive = torch.where(x > 0, x, torch.ones_like(x))
-    # The logarithm of the largest number rounds up, to a power that is infinite.
-    largest = math.floor(math.log2(torch.finfo(x.dtype).max * 0.75))
-    return torch.exp2(positive.log2().floor().clamp_max(largest))
 
 
 def symmetric_part(A: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
-"""Telling a plain call from one that is traced or transformed."""
+"""Telling a plain call from one that is traced, transformed or under autocast."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 def plain(x: Tensor) -> bool:
@@ -18,3 +22,44 @@ def plain(x: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not x.is_meta
     )
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast, if there is any."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def require_eager(what: str, instead: str, x: Tensor) -> None:
+    """Nobody is tracing or transforming the call, and there are numbers to work with."""
+    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+    abstract = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
+    if torch.compiler.is_compiling() or transformed or abstract:
+        raise RuntimeError(
+            f"{what} runs in eager mode only, not under torch.compile or the transforms of "
+            f"torch.func, nor on fake tensors; use {instead}"
+        )
+
+
+def forward_mode(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors has a tangent, or a transform around the call may give it one.
+
+    The level of `forward_ad` is shared by all threads, so that it alone says nothing of this one.
+    """
+    if forward_ad._current_level < 0:
+        return False
+    if torch.compiler.is_compiling():
+        return True  # a trace belongs to one thread
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+        kind = torch._C._functorch.TransformType.Jvp  # pyright: ignore
+        if any(transform.key() == kind for transform in stack):
+            return True
+    return any(x is not None and _has_tangent(x) for x in tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return forward_ad.unpack_dual(x).tangent is not None

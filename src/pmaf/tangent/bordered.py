@@ -6,12 +6,12 @@ needs is, for each incoming row `v`, the solution `z` of the bordered system
     [ H   Yᵀ ] [ z ]   [ v ]
     [ Y   0  ] [ ν ] = [ 0 ],
 
-with all rows of `Y` in the border, or those that the system says.
+with all rows of `Y` in the border, or those that the system names.
 
-`H` is made of a matrix and of a shift for each row, and how it is solved with is the
-system's business (an eigenbasis here, a Krylov method there). How the solution is
-differentiated is the same for all, and is written once, below. The derivative is the
-same kind of solve again, so any number of derivatives may follow.
+`H` is made of the tensors of the problem and of a shift for each row. The system says how `H` is
+solved with. How the solution is differentiated is the same for all systems, and is written
+once, below. The derivative is the same kind of solve again, so any number of derivatives may
+follow.
 """
 
 from __future__ import annotations
@@ -22,57 +22,58 @@ import torch
 from torch import Tensor
 
 from pmaf.runtime.modes import plain
+from pmaf.tangent.kept import Kept
+
+Tensors = tuple[Tensor, ...]
 
 
-class Helper(NamedTuple):
-    """What the forward pass left behind to solve with; never differentiated."""
+class State(NamedTuple):
+    """What the forward pass left behind to solve with; it is never differentiated."""
 
-    shift: Tensor  # (*, k), value of the shifts, to all the digits the solver has
+    shift: Tensor  # (*, k), the shifts, to all the digits the solver has
     gap: Tensor  # (*,), smallest eigenvalue of H
-    basis: Tensor  # (*, p, n), eigenvectors of H as rows, or p = 0; or a triangular factor
-    spread: Tensor  # (*, p), eigenvalues of H above the smallest
-
-    @property
-    def factor(self) -> Tensor | None:
-        """What there is instead of a basis if it has no eigenvalues: a triangular factor of `H`."""
-        return self.basis if self.spread.shape[-1] < self.basis.shape[-2] else None
+    kept: Kept
 
 
 class BorderedSystem(Protocol):
-    """A family of symmetric matrices `H(matrix, shift)`, without state of its own.
+    """A family of symmetric matrices `H(tensors, shift)`, without state of its own.
 
     Vectors come as rows: `v`, `w` and `z` are `(*, k, n)`, `y` is `(*, q, n)`.
     """
 
-    def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
-        """`z`, by whatever means; not differentiated."""
+    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        """`z`, by whatever means; it is not differentiated."""
         ...
 
-    def linked(self, matrix: Tensor, helper: Helper) -> Tensor | None:
+    def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """Which rows of `y` the solution for each row of `v` is orthogonal to, `(*, k, q)`.
 
         None if it is all of them.
         """
         ...
 
-    def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+    def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         """`H z`, differentiable."""
         ...
 
     def pullback(
-        self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of `Σ wᵀ H z` in the matrix and the shifts."""
+        self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        """Gradients of `Σ wᵀ H z` in the tensors and the shifts."""
         ...
 
 
 def tangent_solve(
-    system: BorderedSystem, v: Tensor, y: Tensor, matrix: Tensor, shift: Tensor, helper: Helper
+    system: BorderedSystem, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor, state: State
 ) -> Tensor:
-    """The solution `z` of the bordered system, differentiable in `v`, `y`, matrix and shift."""
+    """The solution `z` of the bordered system, differentiable in `v`, `y`, tensors and shift."""
     if plain(v) and not torch.is_grad_enabled():
-        return system.solve(v, y, matrix, helper)  # nobody will differentiate it
-    return _TangentSolve.apply(system, v, y, matrix, shift, *helper)  # pyright: ignore[reportReturnType]
+        return system.solve(v, y, tensors, state)  # it will not be differentiated
+    first, second = (*tensors, None)[:2]
+    kept = (*state.kept, None, None)[:2]
+    return _TangentSolve.apply(  # pyright: ignore[reportReturnType]
+        system, type(state.kept), v, y, first, second, shift, state.shift, state.gap, *kept
+    )
 
 
 class _TangentSolve(torch.autograd.Function):
@@ -83,35 +84,45 @@ class _TangentSolve(torch.autograd.Function):
     @staticmethod
     def forward(
         system: BorderedSystem,
+        kind: type[Kept],
         v: Tensor,
         y: Tensor,
-        matrix: Tensor,
+        first: Tensor,
+        second: Tensor | None,
         shift: Tensor,
         shift_value: Tensor,
         gap: Tensor,
-        basis: Tensor,
-        spread: Tensor,
+        kept: Tensor | None,
+        kept_too: Tensor | None,
     ) -> Tensor:
-        # `shift` is here for its derivative; its digits come from the helper.
-        return system.solve(v, y, matrix, Helper(shift_value, gap, basis, spread))
+        # `shift` is an argument for its derivative; its digits come from `shift_value`.
+        state = State(shift_value, gap, kind(*_given(kept, kept_too)))
+        return system.solve(v, y, _given(first, second), state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.system, *tensors = inputs
+        ctx.system, ctx.kind, *tensors = inputs
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         system = ctx.system
-        v, y, matrix, shift, *helper, z = ctx.saved_tensors
+        v, y, first, second, shift, shift_value, gap, kept, kept_too, z = ctx.saved_tensors
+        state = State(shift_value, gap, ctx.kind(*_given(kept, kept_too)))
+        tensors = _given(first, second)
         (incoming,) = grads
-        with torch.autocast(matrix.device.type, enabled=False):
-            w = tangent_solve(system, incoming, y, matrix, shift, Helper(*helper))
-            nu = (v - system.product(z, matrix, shift)) @ y.mT
-            omega = (incoming - system.product(w, matrix, shift)) @ y.mT
-            d_matrix, d_shift = system.pullback(w, z, matrix, shift)
-            linked = system.linked(matrix.detach(), Helper(*helper))
+        with torch.autocast(first.device.type, enabled=False):
+            w = tangent_solve(system, incoming, y, tensors, shift, state)
+            nu = (v - system.product(z, tensors, shift)) @ y.mT
+            omega = (incoming - system.product(w, tensors, shift)) @ y.mT
+            d_tensors, d_shift = system.pullback(w, z, tensors, shift)
+            linked = system.linked(tuple(x.detach() for x in tensors), state)
             if linked is not None:
                 nu, omega, d_shift = (torch.where(linked, x, 0) for x in (nu, omega, d_shift))
             dy = -(nu.mT @ w + omega.mT @ z)
-        return None, w, dy, -d_matrix, -d_shift, None, None, None, None
+        d_tensors = (*(None if x is None else -x for x in d_tensors), None)[:2]
+        return None, None, w, dy, *d_tensors, -d_shift, None, None, None, None
+
+
+def _given(*tensors: Tensor | None) -> Tensors:
+    return tuple(x for x in tensors if x is not None)

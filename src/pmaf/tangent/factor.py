@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.linalg.gram import Spectrum, TangentSolver, merge_tolerance, singular_spectrum
+from pmaf.linalg.gram import Spectrum, singular_spectrum
 from pmaf.linalg.products import dot, solve_factored
+from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.log import took
+from pmaf.tangent.basis import solve_in_basis
+from pmaf.tangent.kept import Basis
 
 
 def gram_product(A: Tensor, shift: Tensor, z: Tensor) -> Tensor:
@@ -29,34 +32,10 @@ def gap_above(spectrum: Spectrum, shift: Tensor) -> Tensor:
     return torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
 
 
-def spectral_solve(
-    A: Tensor,
-    shift: Tensor,
-    gap: Tensor,
-    basis: Tensor,
-    spread: Tensor,
-    y: Tensor,
-    v: Tensor,
-    refine: bool = True,
-) -> Tensor:
-    """`z` for each row of `v`, `(*, k, n)`, in an eigenbasis of `AᵀA`."""
-    single = v.shape[-2] == 1
-    if not single:
-        basis, spread, gap = basis.unsqueeze(-3), spread.unsqueeze(-2), gap.unsqueeze(-1)
-        y = y.unsqueeze(-2)
-    solver = TangentSolver(basis, spread, gap, y)
-
-    def solve(x: Tensor) -> Tensor:
-        return solver(x.squeeze(-2)).unsqueeze(-2) if single else solver(x)
-
-    z = solve(v)
-    return z + solve(v - gram_product(A, shift, z)) if refine else z
-
-
 def factored_solve(
     A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
 ) -> Tensor:
-    """`z` for each row of `v`, `(*, k, n)`, with the upper triangular factor of `K`.
+    """`z` for each row of `v`, `(*, k, n)`, with the Cholesky factor `L` of `K = LLᵀ`.
 
     Entries whose factor is zero, and those it does not solve, are solved in an eigenbasis.
     """
@@ -74,7 +53,7 @@ def _factored_op(
     y_row = y.unsqueeze(-2)
 
     def solve(x: Tensor) -> Tensor:
-        return solve_factored(factor.mT, x)
+        return solve_factored(factor, x)
 
     q = solve(y_row)
     q = q / dot(q, y_row).unsqueeze(-1)
@@ -86,7 +65,7 @@ def _factored_op(
     eps = torch.finfo(v.dtype).eps
     p = solve(v)
     z = tangent(p)
-    # Of a v along y nothing is left but rounding, which does not contract.
+    # For v along y the solution is zero up to rounding, which does not contract.
     rounding = (_ROUNDINGS * eps) ** 2 * dot(p, p)
     settled = torch.zeros_like(v[..., 0], dtype=torch.bool)
     for _ in range(_REFINEMENTS):
@@ -101,7 +80,8 @@ def _factored_op(
     shift, gap, y, v = shift[left], gap[left], y[left], v[left]
     spectrum, _, _ = singular_spectrum(A)
     gap = torch.where(torch.isfinite(gap), gap, gap_above(spectrum, shift))
-    z[left] = spectral_solve(A, shift, gap, spectrum.basis, spectrum.spread, y, v)
+    kept = Basis(spectrum.basis, spectrum.spread)
+    z[left] = solve_in_basis(kept, gap, y, v, lambda z: gram_product(A, shift, z))
     return z.contiguous()
 
 

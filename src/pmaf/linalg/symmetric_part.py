@@ -25,8 +25,11 @@ class SymmetricPart:
     fooled by what the first glance missed.
     """
 
-    def __init__(self, A: Tensor) -> None:
+    def __init__(self, A: Tensor, known: Tensor | None = None) -> None:
         n = A.shape[-1]
+        if known is not None:
+            self.matrix, self.one_sided = known, False
+            return
         # The symmetric part of the transpose is the same.
         A = A if A.is_contiguous() else A.mT.contiguous()
         self.one_sided = False

@@ -7,18 +7,20 @@ converge, because the next eigenvalue is close, is solved directly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pmaf.linalg.gram import merge_tolerance
-from pmaf.linalg.products import dot, norm, safe, solve_factored
-from pmaf.linalg.symmetric import SymmetricPart
+from pmaf.linalg.loop import iterate
+from pmaf.linalg.products import dot, norm, one_if_zero, solve_factored
+from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.solvers.loop import iterate
+from pmaf.tangent.kept import Factor, Kept, Rate
 from pmaf.tangent.series import neumann, rate_of
 
 
@@ -29,36 +31,45 @@ class _Search(NamedTuple):
     energy: Tensor  # (*, k), squared norm of the residual, in the metric of the preconditioner
 
 
-def deflated_solve(
+def complement_solve(
     A: Tensor,
     shift: Tensor,
     y: Tensor,
     v: Tensor,
-    factor: Tensor | None = None,
-    gap: Tensor | None = None,
+    kept: Kept,
+    gap: Tensor,
 ) -> Tensor:
     """`w` for each row of `v` and its entry of `shift`, with `y` the rows to stay clear of.
 
     Args:
-        factor: Cholesky factor `(*, n, n)` of about the matrix, lifted along `y`.
-        gap: about how far the next eigenvalue is, in modulus, where known.
+        kept: a `Factor` of about the matrix, lifted along `y`, or a `Rate`, if there is one.
+        gap: how far the next eigenvalue is, nan if that is not known.
     """
     if plain(v):
-        return _solve(A, shift, y, v, factor, gap)
-    return torch.ops.pmaf.deflated_solve(A, shift, y, v)
+        if isinstance(kept, Rate):
+            return _solve(A, shift, y, v, None, float(kept.ratio.amax()), kept.matrix)
+        factor = kept.lower if isinstance(kept, Factor) else None
+        return _solve(A, shift, y, v, factor, rate_of(gap, shift), None)
+    return torch.ops.pmaf.complement_solve(A, shift, y, v)
 
 
 @torch.library.custom_op(
-    "pmaf::deflated_solve",
+    "pmaf::complement_solve",
     mutates_args=(),
     schema="(Tensor A, Tensor shift, Tensor y, Tensor v) -> Tensor",
 )
-def _deflated_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    return _solve(A, shift, y, v, None, None)
+def _complement_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    return _solve(A, shift, y, v, None, math.nan, None)
 
 
 def _solve(
-    A: Tensor, shift: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, gap: Tensor | None
+    A: Tensor,
+    shift: Tensor,
+    y: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    rate: float,
+    known: Tensor | None,
 ) -> Tensor:
     k, n = v.shape[-2:]
     batch = torch.broadcast_shapes(A.shape[:-2], v.shape[:-2])
@@ -66,7 +77,7 @@ def _solve(
         A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
         shift = shift.expand(*batch, k).reshape(-1, k)
     factor = None if factor is None else factor.reshape(-1, n, n)
-    part = SymmetricPart(A)
+    part = SymmetricPart(A, known)
 
     def clear(x: Tensor) -> Tensor:
         return torch.baddbmm(x, torch.bmm(x, y.mT), y, alpha=-1)
@@ -76,7 +87,6 @@ def _solve(
     right = clear(clear(v))
     w = None
     if factor is None and k == 1:
-        rate = rate_of(None if gap is None else gap.reshape(-1), shift)
         w = neumann(part, shift, right, rate)
         took("tangent: series" if w is not None else "tangent: no series")
     w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
@@ -94,7 +104,7 @@ def _conjugate_gradients(
     eps = torch.finfo(right.dtype).eps
     # Along a direction this flat there is another eigenvector with the same eigenvalue. The
     # products with A are rounded against its largest modulus, of which this is a lower bound.
-    steepness = norm(column * right - part(right)) / safe(norm(right))
+    steepness = norm(column * right - part(right)) / one_if_zero(norm(right))
     size = torch.maximum(shift.abs(), steepness)
     rounding = merge_tolerance(right.dtype) * size
     target = (4 * eps) ** 2 * dot(right, right)
@@ -133,27 +143,27 @@ def _conjugate_gradients(
     return w.contiguous()
 
 
-@_deflated_op.register_fake
-def _deflated_fake(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
+@_complement_op.register_fake
+def _complement_fake(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@_deflated_op.register_vmap
-def _deflated_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
+@_complement_op.register_vmap
+def _complement_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
     *_, v = args
     if all(axis is None for axis in in_dims[:-1]):
         # More right-hand sides for the same matrix: rows, not copies of the matrix.
         A, shift, y, _ = args
         rows = v.movedim(in_dims[-1] or 0, -3)
         shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
-        z = deflated_solve(A, shifts, y, rows.flatten(-3, -2).contiguous())
+        z = torch.ops.pmaf.complement_solve(A, shifts, y, rows.flatten(-3, -2).contiguous())
         return z.unflatten(-2, rows.shape[-3:-1]), z.dim() - 2
     moved = [
         x.unsqueeze(0) if axis is None else x.movedim(axis, 0) for x, axis in zip(args, in_dims)
     ]
     A, shift, y, v = moved
     v = v.expand(info.batch_size, *v.shape[1:])
-    return deflated_solve(A, shift, y, v.contiguous()), 0
+    return torch.ops.pmaf.complement_solve(A, shift, y, v.contiguous()), 0
 
 
 # Beyond this a decomposition is cheaper than going on.

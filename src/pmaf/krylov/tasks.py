@@ -1,0 +1,172 @@
+"""What a search may look for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pmaf.krylov.search import Inside
+from pmaf.krylov.space import Space
+from pmaf.linalg.gram import Spectrum
+from pmaf.linalg.products import long_norm, one_if_zero
+from pmaf.linalg.roundings import merge_tolerance, merged
+from pmaf.linalg.secular import secular_root
+from pmaf.tangent.residuals import Product
+
+
+class Largest:
+    """The largest eigenvalues of a symmetric matrix.
+
+    Args:
+        k: how many.
+        guards: how many more are followed until they are seen to be smaller. A search that
+            starts from vectors that are given, not drawn, needs one: it might be over before
+            anything else shows.
+    """
+
+    def __init__(self, k: int, guards: int = 0) -> None:
+        self.width, self.guards = k + guards, guards
+
+    def inside(self, space: Space) -> Inside:
+        theta, s = torch.linalg.eigh(space.matrix)
+        w, j = self.width, space.width
+        k = w - self.guards
+        kept = max(w, min(j - w, w + (j - w) // 2))
+        # Between those asked for, and to the next.
+        gaps = theta.diff(dim=-1)[:, -k:]
+        gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
+        order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
+        # Chebyshev polynomials grow by this beyond the part of the spectrum behind the wanted.
+        part = (values[:, k - 1 : k] - values[:, k:]) / one_if_zero(theta[:, -1:] - theta[:, :1])
+        return Inside(
+            values,
+            order[:, :w],
+            order[:, :kept],
+            gap,
+            theta.abs().amax(-1),
+            2 * part.clamp_min(0).sqrt(),
+            gap,
+        )
+
+    def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
+        return images - values.unsqueeze(-1) * rows
+
+    def system(self, product: Product) -> Product:
+        return product
+
+
+class Dominant:
+    """The eigenvalue of largest modulus of a general matrix, if it is real.
+
+    Args:
+        guards: one if the first vector of the start is given, not drawn; see `Largest`.
+    """
+
+    def __init__(self, guards: int = 0) -> None:
+        self.width, self.guards = 1 + guards, guards
+
+    def inside(self, space: Space) -> Inside:
+        H, j = space.matrix, space.width
+        theta, s = torch.linalg.eig(H)
+        # Of two with one modulus the positive one is Perron's.
+        moduli = theta.abs()
+        favour = 64 * torch.finfo(H.dtype).eps * (theta.real > 0.5 * moduli).to(moduli)
+        order = torch.argsort(moduli * (1 + favour), dim=-1, descending=True, stable=True)
+        theta = theta.gather(-1, order)
+        s = s.gather(-1, order.unsqueeze(-2).expand_as(s))
+        top = s[..., : self.width].mT
+        pivot = top.gather(-1, top.abs().argmax(-1, keepdim=True))
+        row = unit_rows((top * (pivot.conj() / pivot.abs())).real)
+        values = (row @ H.mT * row).sum(-1)
+        # A pair of complex vectors spans the same space as their real and imaginary parts.
+        parts = torch.where((theta.imag < 0).unsqueeze(-2), s.imag, s.real)[..., : max(1, j // 2)]
+        kept = torch.linalg.qr(parts).Q.mT
+        moduli = theta.abs()
+        gap = moduli[:, 0] - moduli[:, 1] if j > 1 else torch.full_like(moduli[:, 0], torch.inf)
+        growth = _growth(theta).unsqueeze(-1) if self.guards else moduli[:, :0]
+        return Inside(values, row, kept, gap, moduli[:, 0], growth, gap)
+
+    def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
+        return images - values.unsqueeze(-1) * rows
+
+    def system(self, product: Product) -> None:
+        return None
+
+
+def _growth(theta: Tensor) -> Tensor:
+    """By which a product brings out an eigenvalue beyond the first of `theta`, a logarithm.
+
+    The others seen lie in an ellipse with half axes a and b around a real number m. The
+    polynomials that are small on it, Chebyshev's, grow by `|w + √(w² − a² + b²)|/(a + b)` a degree
+    at `m + w`; this is the least of it where the modulus is that of the first.
+    """
+    first, others = theta[:, :1].abs(), theta[:, 1:]
+    low, high = others.real.aminmax(dim=-1, keepdim=True)
+    m, a, b = 0.5 * (low + high), 0.5 * (high - low), others.imag.abs().amax(-1, keepdim=True)
+    # Half axes of nothing are one rounding long; the corners of a box are outside of its ellipse.
+    least = torch.finfo(first.dtype).eps * first + torch.finfo(first.dtype).tiny
+    a, b = a.clamp_min(least), b.clamp_min(least)
+    wider = ((others.real - m) / a).square() + (others.imag / b).square()
+    wider = wider.amax(-1, keepdim=True).sqrt().clamp_min(1)
+    a, b = a * wider, b * wider
+    angle = torch.linspace(0, math.pi, _ANGLES, dtype=first.dtype, device=first.device)
+    w = torch.polar(first.expand(-1, _ANGLES).contiguous(), angle.expand(len(first), -1)) - m
+    root = (w.square() - a.square() + b.square()).sqrt()
+    outside = torch.maximum((w + root).abs(), (w - root).abs())
+    return (outside / (a + b)).log().amin(-1)
+
+
+_ANGLES = 33
+
+
+class Lowest:
+    """The minimum of `½uᵀGu − gᵀu` on the unit sphere.
+
+    Args:
+        g: `(B, 1, n)`.
+        noise: `(B,)`, of the coefficients of `g`: below it they count as zero.
+        reference: `(B, 1, n)`, which of two equal minima is taken.
+    """
+
+    width, guards = 1, 0
+
+    def __init__(self, g: Tensor, noise: Tensor, reference: Tensor) -> None:
+        self.g, self.noise, self.reference = g, noise, reference
+        self.pull = long_norm(g).squeeze(-1)
+
+    def inside(self, space: Space) -> Inside:
+        theta, s = torch.linalg.eigh(space.matrix)
+        spread = merged(theta - theta[:, :1], theta[:, -1:], merge_tolerance(theta.dtype))
+        spectrum = Spectrum(s.mT, spread, theta[:, 0], True)
+        c = (self._seen(space, self.g).unsqueeze(-2) @ s).squeeze(-2)
+        eps = torch.finfo(theta.dtype).eps
+        side = self._seen(space, self.reference)
+        u, gap, _, _, _ = secular_root(spectrum, c, self.noise, side, eps)
+        row = u.unsqueeze(-2)
+        # The lowest directions are the ones a Krylov space is slow to find again.
+        lowest = s.mT[:, : max(1, space.width // 2 - 1)]
+        kept = torch.linalg.qr(torch.cat([row, lowest], -2).mT).Q.mT
+        scale = theta.abs().amax(-1) + self.pull
+        # Least curvature beside u: along u itself nothing is free to move.
+        inside = torch.diag_embed(spread + gap.unsqueeze(-1))
+        y = row @ s
+        aside = torch.eye(space.width, dtype=y.dtype, device=y.device) - y.mT @ y
+        beside = aside @ inside @ aside + (scale + gap)[:, None, None] * (y.mT @ y)
+        curvature = torch.linalg.eigvalsh(beside)[:, 0]
+        multiplier = (gap - theta[:, 0]).unsqueeze(-1)
+        return Inside(multiplier, row, kept, gap, scale, theta[:, :0], curvature)
+
+    def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
+        return images + values.unsqueeze(-1) * rows - self.g
+
+    def system(self, product: Product) -> Product:
+        return lambda x: -product(x)
+
+    def _seen(self, space: Space, row: Tensor) -> Tensor:
+        return torch.bmm(space.rows, row.mT).squeeze(-1)
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    return rows / one_if_zero(long_norm(rows)).unsqueeze(-1)

@@ -1,0 +1,39 @@
+"""What a forward pass leaves for the linear system of the backward pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Nothing(NamedTuple):
+    """Nothing: the backward pass solves by products or decomposes on its own."""
+
+
+class Basis(NamedTuple):
+    """Eigenvectors of the curvature.
+
+    The eigenvalue of row i is `spreadᵢ` above the smallest one, so that small differences keep
+    their digits. Directions that the rows do not span belong to the smallest eigenvalue.
+    """
+
+    rows: Tensor  # (*, p, n), orthonormal
+    spread: Tensor  # (*, p)
+
+
+class Factor(NamedTuple):
+    """A Cholesky factor of the curvature plus a multiple of `yyᵀ`; nan or zero if there is none."""
+
+    lower: Tensor  # (*, n, n)
+
+
+class Rate(NamedTuple):
+    """The ratio of the next modulus to that of the dominant eigenvalue, as power steps saw it."""
+
+    ratio: Tensor  # (*,)
+    matrix: Tensor | None = None  # (B, n, n), the symmetric part, where it was formed
+
+
+NOTHING = Nothing()
+Kept = Nothing | Basis | Factor | Rate
