@@ -1,6 +1,6 @@
 """What `A` may be besides a dense tensor: matrices that are known by their products."""
 
-from pmaf.operators.base import Operator, as_operator
+from pmaf.operators.base import Operator, as_operator, multiply, multiply_rows
 from pmaf.operators.combined import Scaled, Sum
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.gram import Gram
@@ -20,4 +20,6 @@ __all__ = [
     "Sparse",
     "Sum",
     "as_operator",
+    "multiply",
+    "multiply_rows",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pmaf.linalg.products import matvec
 from pmaf.runtime.ranks import cuts_matrices, whole
 
 
@@ -92,6 +93,21 @@ class Operator(ABC):
         exponents = torch.where(size > 0, size, 1).log2().floor()
         return TimesPowers(self, -exponents), exponents
 
+    def __call__(self, u: Tensor) -> Tensor:
+        """`A u` for one vector of each batch entry, `(*, n)` to `(*, m)`."""
+        return self._one_by_one(self.matvec, u)
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """`Aᵀ u` for one vector of each batch entry, `(*, m)` to `(*, n)`."""
+        return self._one_by_one(self.rmatvec, u)
+
+    def _one_by_one(self, product: Callable[[Tensor], Tensor], u: Tensor) -> Tensor:
+        # One matrix for a whole batch of vectors takes them as its rows.
+        if not self.batch_shape:
+            rows = product(u.reshape(-1, u.shape[-1]))
+            return rows.reshape(*u.shape[:-1], rows.shape[-1])
+        return product(u.unsqueeze(-2)).squeeze(-2)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
@@ -139,6 +155,16 @@ class Operator(ABC):
         return f"{type(self).__name__}({shape})"
 
 
+def multiply(A: Tensor | Operator, u: Tensor) -> Tensor:
+    """`A u` for one vector of each batch entry, `(*, n)` to `(*, m)`, whatever `A` is."""
+    return A(u) if isinstance(A, Operator) else matvec(A, u)
+
+
+def multiply_rows(A: Tensor | Operator, rows: Tensor) -> Tensor:
+    """`A x` for every row, `(*, p, n)` to `(*, p, m)`, whatever `A` is."""
+    return A.matvec(rows) if isinstance(A, Operator) else rows @ A.mT
+
+
 def number(name: str, x: Any) -> float:
     """A number; a tensor with a gradient would lose it without a word."""
     if isinstance(x, Tensor) and x.requires_grad:
@@ -165,10 +191,10 @@ def as_operator(A: Any) -> Operator:
 
     if isinstance(A, Operator):
         return A
-    if isinstance(A, Tensor) and A.layout in (torch.sparse_csr, torch.sparse_coo):
-        return Sparse(A)
     if isinstance(A, Tensor) and A.layout == torch.strided:
         return Matrix(A)
+    if isinstance(A, Tensor) and A.layout in (torch.sparse_csr, torch.sparse_coo):
+        return Sparse(A)
     given = f"a tensor of layout {A.layout}" if isinstance(A, Tensor) else type(A).__name__
     raise TypeError(
         "expected a dense tensor, a sparse CSR or COO tensor, or an operator of "

@@ -91,7 +91,7 @@ class FromMatvec(Operator):
         return self._by_row("matvec", self._transposed, rows, self._shape[-1])
 
     def _transposed(self, x: Tensor, *params: Tensor) -> Tensor:
-        # Of a linear function the vector–Jacobian product does not depend on the point.
+        # The vector–Jacobian product of a linear function does not depend on the point.
         params = tuple(p.detach() for p in params)
         u = torch.zeros_like(x[..., :1].expand(*x.shape[:-1], self._shape[-1]))
         with torch.enable_grad():

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_finite
-from pmaf.linalg.products import dot, inner, long_norm, power_of_two, safe
-from pmaf.linalg.symmetric import fixed_rows
+from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
+from pmaf.linalg.roundings import power_of_two
+from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import Operator
+from pmaf.operators.base import as_operator
+from pmaf.operators.matrix import Matrix
 from pmaf.runtime import ranks
-from pmaf.solvers.base import Outcome
 
 
 class Rows:
@@ -54,6 +56,35 @@ class Rows:
         b = b.reshape(*self.A.batch_shape, -1, b.shape[-1])
         pulled = self.A.rmatvec(ranks.replicate(b, self.mesh))
         return ranks.whole(pulled).reshape(self.entries, 1, -1)
+
+    def curvature_of(self, problem: Any) -> Callable[[Tensor], Tensor]:
+        """Products with the curvature that a problem declares."""
+
+        def product(rows: Tensor) -> Tensor:
+            return self.lower(problem.curvature(self._posed(rows, problem)), rows)
+
+        return product
+
+    def pull_of(self, problem: Any) -> Tensor:
+        """`force(0)`, `(B, 1, n)`."""
+        zero = torch.zeros(
+            (*problem.batch_shape, problem.n), dtype=self.A.dtype, device=self.A.device
+        )
+        force = problem.force(ranks.replicate(zero, self.mesh), *problem.tensors)
+        return ranks.whole(force).reshape(self.entries, 1, -1)
+
+    def _posed(self, rows: Tensor, problem: Any) -> Tensor:
+        rows = rows.reshape(*problem.batch_shape, -1, rows.shape[-1])
+        return ranks.replicate(rows, self.mesh)
+
+    def look(self, multipliers: Tensor) -> None:
+        """Estimate the size of the matrix for a solver that does not report it."""
+        n = self.A.shape[-1]
+        row = fixed_rows(n, self.A.dtype, self.A.device)[:1]
+        seen = long_norm(self.transposed(self(row.expand(self.entries, 1, n)))) / long_norm(row)
+        values = multipliers.reshape(self.entries, -1)
+        self.values = values
+        self.scale = torch.maximum(seen.squeeze(-1).sqrt(), values.abs().amax(-1))
 
     def lift(self, rows: Tensor) -> Tensor:
         """As the operator takes them."""
@@ -124,12 +155,13 @@ class Rows:
         found = self.A.pullback(left, right, needs)
         return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(found, self.A.tensors)]
 
-    def guarded(self, find: Callable[..., Outcome], *arguments: Any) -> Outcome:
+    def guarded(self, find: Callable[..., Any], *arguments: Any) -> Any:
         """What `find` finds, or an error that says which numbers are not finite."""
         try:
             outcome = find(self, *arguments)
         except RuntimeError as error:
-            # What a decomposition says to numbers that are not finite.
+            # A decomposition of numbers that are not finite raises LinAlgError, or a RuntimeError
+            # that mentions linalg.
             known = isinstance(error, torch.linalg.LinAlgError)  # pyright: ignore
             if not (known or "linalg" in str(error)):
                 raise
@@ -171,7 +203,7 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
     unit = torch.where(most > 0, most, 1)
     image = image / unit
     # Half of y is Ax, where a wrong sign or factor shows in full; the other half has no structure.
-    y = image / safe(long_norm(image)).unsqueeze(-1) + drawn(1, m)
+    y = image / one_if_zero(long_norm(image)).unsqueeze(-1) + drawn(1, m)
     pulled = of(A.rmatvec, y) / unit
     left, right = dot(image, y), dot(x, pulled)
     size = torch.maximum(long_norm(image), long_norm(pulled))
@@ -180,7 +212,7 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
     apart = apart & torch.isfinite(left) & torch.isfinite(right)
     if ranks.agreed(~apart, mesh):
         return
-    worst = ((left - right).abs() / safe(size)).nan_to_num(0).reshape(-1)
+    worst = ((left - right).abs() / one_if_zero(size)).nan_to_num(0).reshape(-1)
     at = int(worst.argmax())
     found = f"⟨Ax, y⟩ = {_number(left, unit, at)} but ⟨x, Aᵀy⟩ = {_number(right, unit, at)}"
     if A.symmetric and type(A).rmatvec is Operator.rmatvec:
@@ -203,40 +235,10 @@ def _number(x: Tensor, unit: Tensor, at: int) -> str:
 _ROUNDINGS = 256
 
 
-def spread_alike(A: Operator, *others: Tensor) -> Operator:
-    """An operator of tensors of which none or all are spread over ranks.
-
-    All of them, if one of the others is.
-    """
-    mesh = ranks.mesh_of(*A.tensors, *others)
-    if mesh is None:
-        return A
-    return A.with_tensors([ranks.replicate(x, mesh) for x in A.tensors])
-
-
-def joined(found: Any, A: Operator, *others: Tensor) -> Any:
-    """A solution that every rank has, as DTensors if what it comes from is spread over ranks."""
-    mesh = ranks.mesh_of(*A.tensors, *others)
-    if mesh is None:
-        return found
-    return ranks.replace_tensors(found, lambda x: ranks.replicate(x, mesh))
-
-
-def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that say so when they are differentiated again, which they cannot be."""
-    if not torch.is_grad_enabled():
-        return list(gradients)
-    return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]
-
-
-class _Last(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RuntimeError(
-            "the gradient of a solve by products cannot be differentiated again; "
-            "for second derivatives pass A as a dense tensor"
-        )
+def rows_of(problem: Any) -> Rows:
+    """Products with the operator of a problem, or with its first tensor as one."""
+    A = as_operator(problem.operator or problem.tensors[0])
+    batch = problem.batch_shape
+    if A.batch_shape not in (batch, ()):
+        A = Matrix(problem.matrix.expand(*batch, -1, -1))
+    return Rows(A, batch)

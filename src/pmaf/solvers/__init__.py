@@ -2,7 +2,7 @@
 
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, LeastSquares, Minimum, Outcome, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
@@ -19,9 +19,12 @@ __all__ = [
     "Backtracking",
     "Cholesky",
     "Dense",
+    "Eigenvectors",
     "Krylov",
     "Lanczos",
+    "LeastSquares",
     "LineSearch",
+    "Minimum",
     "Outcome",
     "PowerIteration",
     "ProjectedGradient",

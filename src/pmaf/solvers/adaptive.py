@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_not_negative
-from pmaf.krylov.power import Dominant, dominant, longest_row
+from pmaf.krylov.power import Dominant, dominant, dominant_of_sum, longest_row
 from pmaf.krylov.proved import Ritz, certificate, polish, ritz
-from pmaf.linalg.symmetric import SymmetricPart, right_product
+from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.report import outcome, without_report
-
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.tangent.kept import NOTHING, Factor, Kept, Rate
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,8 @@ class Adaptive(Solver):
     Args:
         power_from: Entries of all matrices together, n² each, from which power steps are
             tried on symmetric ones; infinity for never.
+        power_size: The least n for them: below, an attempt in vain costs too much of a
+            decomposition.
         general_from: The same for matrices that are not symmetric.
         krylov_from: The same for a Krylov space.
         krylov_size: The least n for a Krylov space.
@@ -42,24 +41,27 @@ class Adaptive(Solver):
     """
 
     power_from: float = 12_000
+    power_size: int = 24
     general_from: float = 500  # `eig` takes longer than `eigh`
     krylov_from: float = 200_000
     krylov_size: int = 224
 
-    serves = ("PrincipalEigenvectors",)
-    certain = True
+    solves = (Eigenvectors,)
+    always_converges = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("power_from", "general_from", "krylov_from"):
             require_not_negative(name, getattr(self, name), infinite=True)
-        require_at_least("krylov_size", self.krylov_size, 1)
+        for name in ("power_size", "krylov_size"):
+            require_at_least(name, getattr(self, name), 1)
 
     def solve(
-        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+        self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        n, k = problem.n, problem.width
-        A = problem.matrix.reshape(-1, n, n)
+        n, k, A = problem.n, problem.width, problem.matrix
+        if A.dim() != 3:
+            A = A.reshape(-1, n, n)
         work = A.numel()
         tolerance = TOLERANCE * torch.finfo(A.dtype).eps
         if work >= self.general_from and not problem.symmetric:
@@ -76,40 +78,71 @@ class Adaptive(Solver):
             if found is not None:
                 took("ied: power steps")
                 return _outcome(problem, found, report)
-        power, krylov = work >= self.power_from and k == 1, self.takes_krylov(work, n, k)
-        if problem.symmetric and (power or krylov):
-            part = SymmetricPart(A)
-            found = None
-            if power:
-                start = longest_row(part.matrix, part)
-                found = dominant(part, part.exact, start, tolerance, symmetric=True)
+        if problem.symmetric:
+            found = self.power(A, tolerance) if k == 1 else None
             if found is not None:
                 took("ied: power steps")
                 return _outcome(problem, found, report)
-            if krylov:
-                both = _krylov(problem, part, tolerance)
+            if self.takes_krylov(work, n, k):
+                both = _krylov(problem, SymmetricPart(A), tolerance)
                 if both is not None:
                     took("ied: Krylov space")
                     found, factor = both
                     shape = (*problem.batch_shape, n, n)
-                    return _outcome(problem, found, report)._replace(basis=factor.view(shape))
+                    return _outcome(problem, found, report, Factor(factor.view(shape)))
         return _DENSE.solve(problem, report=report)
+
+    def power(self, A: Tensor, tolerance: float) -> Dominant | None:
+        """What power steps find, where they are worth an attempt."""
+        work, n = A.numel(), A.shape[-1]
+        tried = work >= self.power_from and n >= self.power_size
+        flat = not tried and work >= _FLAT_FROM and n >= _FLAT_SIZE and _is_flat(A)
+        if not (tried or flat):
+            return None
+        if n <= FORM_TO:
+            return dominant_of_sum(A, flat, tolerance)
+        part = SymmetricPart(A)
+        start = longest_row(part.matrix, part)
+        return dominant(part, part.exact, start, tolerance, symmetric=True)
 
     def takes_krylov(self, work: int, n: int, k: int) -> bool:
         """Whether a Krylov space is tried, for `work` entries of all matrices together."""
         return work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
 
-    def any_scale(self, problem: PrincipalEigenvectors) -> bool:
-        return problem.matrix.numel() < min(self.power_from, self.krylov_from) and _DENSE.any_scale(
-            problem
-        )
+    def takes_any_scale(self, problem: Eigenvectors) -> bool:
+        # Power steps on small matrices, and a decomposition, see to the range themselves.
+        work, n = problem.matrix.numel(), problem.n
+        if not problem.symmetric or n > FORM_TO or self.takes_krylov(work, n, problem.width):
+            return False
+        return _DENSE.takes_any_scale(problem)
 
     def advice(self) -> str:
         return _DENSE.advice()
 
 
+def rate_of_steps(found: Dominant, batch: torch.Size) -> Rate:
+    """What power steps leave for the backward pass."""
+    rows = found.rows
+    return Rate(torch.full(batch, found.rate, dtype=rows.dtype, device=rows.device), found.matrix)
+
+
+def _is_flat(A: Tensor) -> bool:
+    """Whether most of the matrices is a constant, as where entries are counts or distances.
+
+    Then power steps suffice, which two calls tell.
+    """
+    mean, size = float(A.sum()) / A.numel(), float(torch.linalg.vector_norm(A))
+    return mean > 0 and mean**2 * A.numel() > _FLAT * size**2
+
+
+# Entries of all matrices together, and rows of each, from which flat ones are looked for, and
+# how flat: above the share of one half by which power steps prove themselves.
+_FLAT_FROM, _FLAT_SIZE = 4_000, 12
+_FLAT = 0.6
+
+
 def _krylov(
-    problem: PrincipalEigenvectors, part: SymmetricPart, tolerance: float
+    problem: Eigenvectors, part: SymmetricPart, tolerance: float
 ) -> tuple[Ritz, Tensor] | None:
     """Eigenpairs and Cholesky factors; None where most entries would have to be decomposed."""
     n, k = problem.n, problem.width
@@ -131,16 +164,21 @@ def _krylov(
     top[bad] = values[..., -k:].flip(-1)
     found = found._replace(values=top, rows=rows)
     again, exists = certificate(part, found, bad)
-    # Without a factor, because the next eigenvalue is too close, the backward pass knows.
+    # nan marks an entry without a factor, whose next eigenvalue is too close. Conjugate gradients
+    # then fail their check, and the backward pass decomposes the matrix.
     factor[bad] = torch.where(exists[:, None, None], again, torch.nan)
     return found, factor
 
 
-def _outcome(problem: PrincipalEigenvectors, found: Dominant | Ritz, report: bool) -> Outcome:
+def _outcome(
+    problem: Eigenvectors, found: Dominant | Ritz, report: bool, kept: Kept = NOTHING
+) -> Outcome:
     batch, n, k = problem.batch_shape, problem.n, problem.width
     rows = found.rows.reshape(*batch, k, n)
     unknown, none, converged = without_report(batch, rows.dtype, rows.device)
     values = found.values.reshape(*batch, k)
+    if isinstance(found, Dominant):
+        kept = rate_of_steps(found, batch)
     if report:
         return outcome(
             problem,
@@ -150,11 +188,9 @@ def _outcome(problem: PrincipalEigenvectors, found: Dominant | Ritz, report: boo
             iterations=none + found.products,
             converged=converged.clone(),
             report=True,
+            kept=kept,
         )
-    # How far apart the moduli seem to be tells the backward pass how many terms to take.
-    gap = (1 - found.rate) * values.abs().squeeze(-1) if isinstance(found, Dominant) else unknown
-    basis, spread = rows[..., :0, :], values[..., :0]
-    return Outcome(rows, values, unknown, gap, none, converged, basis, spread)
+    return Outcome(rows, values, unknown, unknown, none, converged, kept)
 
 
 _DENSE = Dense()

@@ -14,7 +14,7 @@ nothing in directions orthogonal to `u`, where the steps are taken, and keeps `K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,9 @@ from pmaf.linalg import sphere
 from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import LeastSquares, Outcome, Solver
 from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
-
-if TYPE_CHECKING:
-    from pmaf.layers.less import SphereLeastSquares
+from pmaf.tangent.kept import Factor, Kept
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class Cholesky(Solver):
         rounds: limit on the Newton steps, with a factor each; nearly always one is taken.
     """
 
-    serves = ("SphereLeastSquares",)
-    keeps_factor = True
+    solves = (LeastSquares,)
 
     max_iterations: int = 12
     rounds: int = 3
@@ -56,8 +53,11 @@ class Cholesky(Solver):
         require_at_least("max_iterations", self.max_iterations, 1)
         require_at_least("rounds", self.rounds, 1)
 
+    def keeps(self, problem: Any) -> type[Kept]:
+        return Factor
+
     def solve(
-        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
+        self, problem: LeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         batch, (m, n) = problem.batch_shape, problem.matrix.shape[-2:]
         A = problem.matrix.expand(*batch, m, n).reshape(-1, m, n)
@@ -66,28 +66,29 @@ class Cholesky(Solver):
         if m >= n and in_range(gram, g):
             init = None if init is None else init.expand(*batch, n).reshape(-1, n)
             took("less: factor")
-            found = self._solve_flat(A, b, gram, g, init, report)
+            found = self._solve_flat(problem.with_tensors(A, b), gram, g, init, report)
         else:
-            found = Secular().solve(problem, init=init, report=report)
-            flat = [x.reshape(len(A), *x.shape[len(batch) :]) for x in found[:6]]
-            found = _with_factor(Outcome(*flat, *found[6:]), gram)  # pyright: ignore[reportCallIssue]
-        return Outcome(*(x.reshape(batch + x.shape[1:]) for x in found))
+            fields = Secular().solve(problem, init=init, report=report).tensors
+            flat = [x.reshape(len(A), *x.shape[len(batch) :]) for x in fields]
+            found = _with_factor(Outcome.of(flat), gram)
+        *fields, factor = (x.reshape(batch + x.shape[1:]) for x in (*found.tensors, *found.factor))
+        return Outcome.of(fields, Factor(factor))
 
     def advice(self) -> str:
         return "use Secular() or float64"
 
-    def sharing(self) -> Solver:
+    def for_shared_matrix(self) -> Solver:
         return Secular()
 
     def _solve_flat(
         self,
-        A: Tensor,
-        b: Tensor,
+        problem: LeastSquares,
         gram: Tensor,
         g: Tensor,
         init: Tensor | None,
         report: bool,
     ) -> Outcome:
+        A, b = problem.matrix, problem.b
         mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
         start, steps = self._predict(A, gram, g, mean)
         found = _newton(A, b, g, gram, mean, start)
@@ -106,21 +107,21 @@ class Cholesky(Solver):
             gap=torch.full_like(mean, torch.nan),
             iterations=steps,
             converged=found.done,
-            basis=found.factor.mT,
-            spread=mean.new_empty(len(mean), 0),
+            kept=Factor(found.factor),
         )
         if report:
             outcome = _reported(A, b, g, gram, outcome)
         which = (~outcome.converged).nonzero().squeeze(-1)
         if len(which) == 0:
             return outcome
-        return _handed_over(A, b, gram, init, outcome, which)
+        return _handed_over(problem, gram, init, outcome, which)
 
     def _predict(self, A: Tensor, gram: Tensor, g: Tensor, mean: Tensor) -> tuple[_Point, Tensor]:
         """A point near the solution, and how many vectors it is made of."""
         eps = torch.finfo(g.dtype).eps
         pull = norm(g)
-        # Enough for a factor to exist, and not enough to notice.
+        # A rounded positive semidefinite matrix has a factor with this shift, which does not
+        # change its leading digits.
         shift = _ROUNDINGS * eps * A.shape[-1] * mean
         if (pull > mean).any():
             # The multiplier in the space of g alone, which is never above the true one.
@@ -158,7 +159,7 @@ class _Step(NamedTuple):
     done: Tensor  # whether this was the last one, and ended in the global minimum
 
 
-# A gap of so many roundings of the trace is known to a few digits.
+# A gap of this many roundings of the trace is known to a few digits.
 _CLEAR = 1e3
 
 # Rounding errors of a product, in units of eps, are taken to be no more than this.
@@ -167,7 +168,7 @@ _ROUNDINGS = 8
 # A Newton step this small, as a power of eps, leads to rounding: its square is far below.
 _CLOSE = 0.6
 
-# The Krylov space stops growing when no more than one entry in so many still needs it.
+# The Krylov space stops growing when at most one entry in this many still needs it.
 _SPARE = 8
 
 
@@ -227,15 +228,13 @@ def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple
 
 
 def _handed_over(
-    A: Tensor, b: Tensor, gram: Tensor, init: Tensor | None, found: Outcome, which: Tensor
+    problem: LeastSquares, gram: Tensor, init: Tensor | None, found: Outcome, which: Tensor
 ) -> Outcome:
     """Let `Secular` solve the entries `which`."""
-    from pmaf.layers.less import SphereLeastSquares
-
-    problem = SphereLeastSquares(A[which], b[which])
+    part = problem.with_tensors(problem.matrix[which], problem.b[which])
     start = None if init is None else init[which]
-    again = _with_factor(Secular().solve(problem, init=start), gram[which])
-    for old, new in zip(found, again):
+    again = _with_factor(Secular().solve(part, init=start), gram[which])
+    for old, new in zip((*found.tensors, *found.factor), (*again.tensors, *again.factor)):
         old.index_copy_(0, which, new)
     return found
 
@@ -246,4 +245,4 @@ def _with_factor(found: Outcome, gram: Tensor) -> Outcome:
     factor, regular = _bordered_factor(gram, mean, found.value, found.multiplier)
     regular = regular & torch.isfinite(mean)
     factor = torch.where(regular[:, None, None], factor, 0)
-    return found._replace(basis=factor.mT, spread=mean.new_empty(len(mean), 0))
+    return found._replace(kept=Factor(factor))

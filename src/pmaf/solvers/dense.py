@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pmaf.linalg.eigh import eigh
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import gap_of, without_report
-
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.tangent.kept import Basis, Kept, Nothing
 
 
 @dataclass(frozen=True)
@@ -24,19 +23,21 @@ class Dense(Solver):
     products. Unrolled, it is the paper's "AutoDiff", with torch's own derivative.
     """
 
-    serves = ("PrincipalEigenvectors",)
-    keeps_basis = True
+    solves = (Eigenvectors,)
     unrollable = True
-    certain = True
+    always_converges = True
 
     def solve(
-        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+        self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         took("ied: decomposition")
         return self._symmetric(problem, report) if problem.symmetric else self._general(problem)
 
-    def any_scale(self, problem: PrincipalEigenvectors) -> bool:
-        # LAPACK sees to it.
+    def keeps(self, problem: Any) -> type[Kept]:
+        return Basis if problem.symmetric else Nothing
+
+    def takes_any_scale(self, problem: Eigenvectors) -> bool:
+        # LAPACK's syevd scales a matrix whose entries are near the ends of the range.
         return problem.symmetric and problem.matrix.device.type == "cpu"
 
     def advice(self) -> str:
@@ -45,9 +46,12 @@ class Dense(Solver):
             "eigenvector to single out; use a symmetric or entrywise positive matrix"
         )
 
-    def _symmetric(self, problem: PrincipalEigenvectors, report: bool) -> Outcome:
+    def _symmetric(self, problem: Eigenvectors, report: bool) -> Outcome:
         k = problem.width
-        values, vectors = torch.linalg.eigh(problem.operand())
+        S = problem.operand()
+        # A recorded decomposition has torch's own derivative, the paper's "AutoDiff".
+        recorded = torch.is_grad_enabled() and S.requires_grad
+        values, vectors = torch.linalg.eigh(S) if recorded else eigh(S)
         # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:
@@ -62,11 +66,10 @@ class Dense(Solver):
             gap=gap_of(values.detach().flip(-1), k) if report else unknown,
             iterations=none,
             converged=converged,
-            basis=vectors.mT,
-            spread=values[..., -1:] - values,
+            kept=Basis(vectors.mT, top[..., :1] - values),
         )
 
-    def _general(self, problem: PrincipalEigenvectors) -> Outcome:
+    def _general(self, problem: Eigenvectors) -> Outcome:
         A = problem.matrix
         values, vectors = torch.linalg.eig(A)
         moduli = values.abs()
@@ -74,7 +77,7 @@ class Dense(Solver):
         first = order[..., :1]
         value = values.gather(-1, first)
         vector = vectors.gather(-1, first.unsqueeze(-2).expand(*vectors.shape[:-1], 1)).squeeze(-1)
-        # Of a complex eigenvector, the phase that makes its largest entry real.
+        # A complex eigenvector is free up to its phase; this one makes its largest entry real.
         largest = vector.gather(-1, vector.abs().argmax(-1, keepdim=True))
         row = (vector * largest.conj() / largest.abs()).real
         row = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
@@ -90,6 +93,4 @@ class Dense(Solver):
             gap=gap,
             iterations=torch.zeros(problem.batch_shape, dtype=torch.int64, device=A.device),
             converged=real & simple,
-            basis=A.new_empty((*problem.batch_shape, 0, problem.n)),
-            spread=A.new_empty((*problem.batch_shape, 0)),
         )

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_at_least, require_tolerance
+from pmaf.errors import require_at_least, require_finite, require_tolerance
+from pmaf.krylov.search import Found, search
+from pmaf.krylov.tasks import Dominant, Largest, unit_rows
+from pmaf.linalg.roundings import square_range
+from pmaf.linalg.symmetric_part import fixed_rows
+from pmaf.operators.base import Operator
+from pmaf.operators.rows import Rows, rows_of
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver, has_form
+from pmaf.solvers.krylov_minimum import find_minimum
+from pmaf.tangent.residuals import Product
 
 
 @dataclass(frozen=True)
@@ -24,12 +32,12 @@ class Krylov(Solver):
         dimension: vectors of the space; twice as many are held in memory. More take fewer
             products when eigenvalues are close. Unless given, 40, or all there are if that is
             not above 256.
-        max_products: at most so many, forward and again backward.
+        max_products: limit on the products, forward and again backward.
         tolerance: on the residual relative to the matrix, as reported; a few roundings
             unless given.
     """
 
-    serves = ("PrincipalEigenvectors", "SphereLeastSquares")
+    solves = (Minimum, Eigenvectors)
     matrix_free = True
 
     dimension: int | None = None
@@ -44,8 +52,14 @@ class Krylov(Solver):
         require_tolerance("tolerance", self.tolerance)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
+        return self.solve_by_products(problem, init)[0]
+
+    def solve_by_products(self, problem: Any, init: Tensor | None) -> tuple[Outcome, Rows]:
         took("products")
-        return problem.search(self, init)
+        seen = rows_of(problem)
+        eigen = has_form(problem, Eigenvectors)
+        outcome = seen.guarded(find_eigenvectors if eigen else find_minimum, problem, self, init)
+        return outcome, seen
 
     def size(self, n: int, k: int = 1) -> int:
         """Of the space for k vectors of length n."""
@@ -59,3 +73,73 @@ class Krylov(Solver):
             "raise max_products or dimension, start from the last solution with init, or set "
             "tolerance to what the products are worth"
         )
+
+
+def find_eigenvectors(
+    rows: Rows, problem: Eigenvectors, solver: Krylov, init: Tensor | None
+) -> Outcome:
+    """The largest eigenvalues of an operator, or the dominant one; vectors come as rows."""
+    k, symmetric = problem.width, problem.symmetric
+    A = rows.A
+    batch, n = A.batch_shape, A.shape[-1]
+    rows.require_transposes(solver.tolerance_of(A.dtype))
+    product = rows.of_symmetric_part if symmetric else rows
+    guards = 1 if init is not None and k < n else 0
+    start = _start(A, k, guards, init)
+    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    low, high = square_range(A.dtype)
+    if not rows.agreed((found.scale > low) & (found.scale < high)):
+        # Too large or too small to be squared, or squared already: once more in other units.
+        rows.unit(product(start))  # raises an error where products overflow
+        rows.change_units(start)
+        product = rows.of_symmetric_part if symmetric else rows
+        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    rows.scale, rows.values = found.scale, found.values
+    converged = found.converged
+    if not symmetric:
+        # Whatever is found of several with one modulus is not the dominant one.
+        tie = found.gap <= 64 * torch.finfo(A.dtype).eps * found.scale
+        converged = converged & ~tie
+    y = unit_rows(found.rows)
+    shape = (*batch, k)
+    return Outcome(
+        value=y.reshape(*shape, n),
+        multiplier=rows.back(found.values).reshape(shape),
+        residual=found.residual.reshape(batch),
+        gap=rows.back(found.gap).reshape(batch),
+        iterations=torch.full(batch, found.products, device=y.device),
+        converged=converged.reshape(batch),
+    )
+
+
+def search_eigenvectors(
+    product: Product,
+    start: Tensor,
+    k: int,
+    symmetric: bool,
+    solver: Krylov,
+    rows: Rows,
+    guards: int = 0,
+) -> Found:
+    return search(
+        product,
+        start,
+        Largest(k, guards) if symmetric else Dominant(guards),
+        size=solver.size(start.shape[-1], k + guards),
+        tolerance=solver.tolerance_of(start.dtype),
+        limit=solver.max_products,
+        symmetric=symmetric,
+        agreed=rows.agreed,
+    )
+
+
+def _start(A: Operator, k: int, guards: int, init: Tensor | None) -> Tensor:
+    """Rows `(B, k + guards, n)` without structure; the first of them as given, if they are."""
+    n, B = A.shape[-1], A.batch_shape.numel()
+    row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
+    rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)
+    if init is None:
+        return rows
+    require_finite(init=(init, 2))
+    given = unit_rows(init.detach().mT.expand(*A.batch_shape, k, n).reshape(B, k, n))
+    return torch.cat([given, rows[:, k:]], -2)

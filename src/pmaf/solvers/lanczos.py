@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_tolerance
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.linalg.loop import iterate
+from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.dense import Dense
-from pmaf.solvers.loop import iterate
 from pmaf.solvers.report import norm_of, outcome, rayleigh_ritz, start_block
-
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.tangent.kept import NOTHING
 
 
 class _Ritz(NamedTuple):
@@ -31,12 +29,12 @@ class Lanczos(Solver):
     Args:
         depth: products per restart, d.
         extra: columns of `X` beyond the k requested; they pull apart close eigenvalues.
-        restarts: at most so many.
+        restarts: limit on the restarts.
         tolerance: on `‖Ay − λy‖/‖A‖`; a few roundings unless given.
         fallback: decompose what has not converged by `Dense()`.
     """
 
-    serves = ("PrincipalEigenvectors",)
+    solves = (Eigenvectors,)
 
     depth: int = 12
     extra: int = 2
@@ -52,7 +50,7 @@ class Lanczos(Solver):
         require_tolerance("tolerance", self.tolerance)
 
     def solve(
-        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+        self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         if not problem.symmetric:
             raise ValueError(
@@ -62,7 +60,7 @@ class Lanczos(Solver):
         k, width, depth = problem.width, problem.width + self.extra, self.depth
         if width * depth >= problem.n:
             # The Krylov space would be the whole space.
-            return _without_basis(Dense().solve(problem))
+            return Dense().solve(problem)._replace(kept=NOTHING)
         M = problem.operand()
         size = norm_of(M)
         eps = torch.finfo(M.dtype).eps
@@ -103,25 +101,16 @@ class Lanczos(Solver):
     def advice(self) -> str:
         return "raise restarts or depth, or use Dense()"
 
-    def _complete(self, problem: PrincipalEigenvectors, found: Outcome) -> Outcome:
+    def _complete(self, problem: Eigenvectors, found: Outcome) -> Outcome:
         """Replace the entries that have not converged by those of a full decomposition."""
         left = ~found.converged
         # A single matrix has no batch dimension to select from.
         part = problem.matrix[left] if problem.batch_shape else problem.matrix.unsqueeze(0)
-        dense = Dense().solve(problem.with_matrix(part))
-        merged = []
-        for name, old, new in zip(Outcome._fields, found, dense):
-            if name in ("basis", "spread", "iterations"):
-                merged.append(old)
-                continue
-            old = old.clone()
+        dense = Dense().solve(problem.with_tensors(part))
+        fields = [x.clone() for x in found.tensors]
+        for old, new in zip(fields, dense.tensors):
             old[left] = new
-            merged.append(old)
-        return Outcome(*merged)
-
-
-def _without_basis(found: Outcome) -> Outcome:
-    return found._replace(basis=found.basis[..., :0, :], spread=found.spread[..., :0])
+        return Outcome.of(fields)._replace(iterations=found.iterations)
 
 
 def _krylov(M: Tensor, block: Tensor, depth: int, spare: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_not_negative, require_number
+from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, norm
-from pmaf.solvers.base import Configured
-from pmaf.solvers.loop import iterate
+from pmaf.runtime.text import Configured
 
 
 class Ray(NamedTuple):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
+from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm
-from pmaf.solvers.base import Outcome, Solver
-from pmaf.solvers.loop import iterate
+from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import norm_of, orthonormal, outcome, stands, start_block
-
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
 
 
 class _Vector(NamedTuple):
@@ -27,7 +24,7 @@ class PowerIteration(Solver):
     """`u ← (A + shift·I)u`, normalised, until it stands still.
 
     Args:
-        iterations: at most so many products.
+        iterations: limit on the products.
         tolerance: stop when no entry of `u` moves by more; a few roundings unless given.
         stop: False runs all iterations, as the paper's timings do.
         shift: added to every eigenvalue so that the algebraically largest is also the
@@ -35,7 +32,7 @@ class PowerIteration(Solver):
             for the paper's rows. Nonsymmetric matrices are never shifted by default.
     """
 
-    serves = ("PrincipalEigenvectors",)
+    solves = (Eigenvectors,)
     unrollable = True
 
     iterations: int = 1000
@@ -51,7 +48,7 @@ class PowerIteration(Solver):
             require_finite_number("shift", self.shift)
 
     def solve(
-        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+        self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         if problem.width != 1:
             raise ValueError(
@@ -79,7 +76,7 @@ class PowerIteration(Solver):
             return _Vector(u), still & self.stop
 
         def straight(state: _Vector) -> _Vector:
-            # Nobody compares this iterate with the last, so that its sign is of no account.
+            # This iterate is not compared with the last one, so its sign does not matter.
             u = product(state.u)
             return _Vector(u / norm(u).unsqueeze(-1))
 
@@ -110,7 +107,7 @@ class PowerIteration(Solver):
         return "raise iterations, or use Auto(), which copes with small gaps"
 
 
-def choose_shift(problem: PrincipalEigenvectors, M: Tensor, shift: float | None) -> Tensor:
+def choose_shift(problem: Eigenvectors, M: Tensor, shift: float | None) -> Tensor:
     """The given shift, or one that makes the algebraically largest eigenvalues dominant."""
     batch = problem.batch_shape
     if shift is not None or not problem.symmetric:

@@ -17,20 +17,17 @@ the problem.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite, require_not_negative
 from pmaf.linalg import sphere
+from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
-from pmaf.solvers.base import Outcome, Solver
+from pmaf.solvers.base import LeastSquares, Outcome, Solver
 from pmaf.solvers.line_search import LineSearch, Ray
-from pmaf.solvers.loop import iterate
-
-if TYPE_CHECKING:
-    from pmaf.layers.less import SphereLeastSquares
 
 
 class Iterate(NamedTuple):
@@ -59,7 +56,7 @@ class ProjectedGradient(Solver):
         max_iterations: give up after this many steps.
     """
 
-    serves = ("SphereLeastSquares",)
+    solves = (LeastSquares,)
     unrollable = True
 
     tangent: bool = True
@@ -83,7 +80,7 @@ class ProjectedGradient(Solver):
         require_at_least("max_iterations", self.max_iterations, 1)
 
     def solve(
-        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
+        self, problem: LeastSquares, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         scale = problem.scale()
         if not torch.isfinite(scale).all():
@@ -108,14 +105,12 @@ class ProjectedGradient(Solver):
             gap=multiplier + problem.smallest_curvature() if report else unknown,
             iterations=run.iterations,
             converged=run.finished,
-            basis=u.new_empty((*u.shape[:-1], 0, problem.n)),
-            spread=u.new_empty((*u.shape[:-1], 0)),
         )
 
     def advice(self) -> str:
         return "raise max_iterations, or use Secular(), which is global and direct"
 
-    def start(self, problem: SphereLeastSquares, init: Tensor | None = None) -> Iterate:
+    def start(self, problem: LeastSquares, init: Tensor | None = None) -> Iterate:
         """The given point, else `A⁺b`, on the sphere; all ones where that is zero."""
         point = problem.unconstrained() if init is None else init
         point = point.expand(*problem.batch_shape, problem.n)
@@ -124,7 +119,7 @@ class ProjectedGradient(Solver):
 
     def advance(
         self,
-        problem: SphereLeastSquares,
+        problem: LeastSquares,
         state: Iterate,
         inner: Tensor | None = None,
         scale: Tensor | None = None,
@@ -163,7 +158,7 @@ class ProjectedGradient(Solver):
         steady = (following.objective - state.objective).abs() < self.tolerance
         return following, steady | settled
 
-    def _at(self, problem: SphereLeastSquares, point: Tensor) -> Iterate:
+    def _at(self, problem: LeastSquares, point: Tensor) -> Iterate:
         u = sphere.project(point)
         r = matvec(problem.matrix, u) - problem.b
         return Iterate(u, r, 0.5 * dot(r, r), point)

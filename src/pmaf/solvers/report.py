@@ -6,19 +6,16 @@ Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pmaf.linalg.symmetric import fixed_normal
-from pmaf.solvers.base import Outcome
-
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.linalg.symmetric_part import fixed_normal
+from pmaf.solvers.base import Eigenvectors, Outcome
+from pmaf.tangent.kept import NOTHING, Kept
 
 
-def start_block(problem: PrincipalEigenvectors, init: Tensor | None, width: int) -> Tensor:
+def start_block(problem: Eigenvectors, init: Tensor | None, width: int) -> Tensor:
     """Where to start, `(*, n, width)`: `init` first, then fixed directions without structure.
 
     The same for every batch entry and every call: a start that is random in the sense of
@@ -77,7 +74,7 @@ def residual_of(M: Tensor, values: Tensor, vectors: Tensor, size: Tensor) -> Ten
 
 
 def outcome(
-    problem: PrincipalEigenvectors,
+    problem: Eigenvectors,
     values: Tensor,
     vectors: Tensor,
     *,
@@ -85,9 +82,10 @@ def outcome(
     iterations: Tensor,
     converged: Tensor,
     report: bool,
+    kept: Kept = NOTHING,
 ) -> Outcome:
-    """An outcome without an eigenbasis; the gap is looked up only for a report."""
-    k, n = values.shape[-1], problem.n
+    """An outcome; the gap is looked up only for a report."""
+    k = values.shape[-1]
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
     if report:
@@ -99,8 +97,7 @@ def outcome(
         gap=gap,
         iterations=iterations,
         converged=converged,
-        basis=values.new_empty((*batch, 0, n)),
-        spread=values.new_empty((*batch, 0)),
+        kept=kept,
     )
 
 
@@ -108,7 +105,7 @@ def outcome(
 def without_report(
     batch: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Residuals and gaps, iterations, and whether converged, if nobody will look at them."""
+    """Placeholders for residuals and gaps, iterations and convergence, without a report."""
     with torch.inference_mode(False):
         unknown = torch.full(batch, torch.nan, dtype=dtype, device=device)
         none = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ Every root with `t ≥ 0` is a global minimiser, so `t` is the certificate as we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,19 @@ from pmaf.errors import require_at_least, require_finite
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import (
     Spectrum,
-    TangentSolver,
-    amplification,
     gram_spectrum,
     promoted,
     promoted_spectrum,
     singular_spectrum,
     small_gram,
 )
-from pmaf.linalg.products import dot, matvec, norm, power_of_two, rmatvec, square_range
+from pmaf.linalg.products import dot, matvec, norm, rmatvec, symmetric_part
+from pmaf.linalg.roundings import merge_tolerance, merged, power_of_two, square_range
+from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, Solver
-
-if TYPE_CHECKING:
-    from pmaf.layers.less import SphereLeastSquares
+from pmaf.solvers.base import LeastSquares, Minimum, Outcome, Solver, has_form
+from pmaf.tangent.basis import TangentSolver, amplification
+from pmaf.tangent.kept import Basis, Kept
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Secular(Solver):
         refinements: limit on the Newton steps against `A`; one or two are taken.
     """
 
-    serves = ("SphereLeastSquares",)
-    keeps_basis = True
+    solves = (Minimum,)
 
     max_iterations: int = 64
     refinements: int = 4
@@ -60,9 +58,12 @@ class Secular(Solver):
         require_at_least("max_iterations", self.max_iterations, 1)
         require_at_least("refinements", self.refinements, 0)
 
-    def solve(
-        self, problem: SphereLeastSquares, *, init: Tensor | None = None, report: bool = True
-    ) -> Outcome:
+    def keeps(self, problem: Any) -> type[Kept]:
+        return Basis
+
+    def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
+        if not has_form(problem, LeastSquares):
+            return self._declared(problem, init)
         A, b = problem.matrix, problem.b
         if promoted(A.dtype, min(A.shape[-2:]), A.device):
             took("less: eigenvectors, in float64")
@@ -100,7 +101,9 @@ class Secular(Solver):
         spectrum, c = promoted_spectrum(A, b, gram)
         noise = _ROUNDINGS * eps * spectrum.floor.sqrt() * norm(b)
         init = None if init is None else init.double()
-        u, t, iterations, finished, _ = self.root(spectrum, c, noise, init, eps / 64)
+        u, t, iterations, finished, _ = secular_root(
+            spectrum, c, noise, init, eps / 64, self.max_iterations
+        )
         u = u.to(dtype)
         residual = torch.zeros_like(t)
         if report:
@@ -117,8 +120,39 @@ class Secular(Solver):
             gap=t.to(dtype),
             iterations=iterations,
             converged=finished,
-            basis=spectrum.basis.to(dtype),
-            spread=spectrum.spread.to(dtype),
+            kept=Basis(spectrum.basis.to(dtype), spectrum.spread.to(dtype)),
+        )
+
+    def _declared(self, problem: Minimum, init: Tensor | None) -> Outcome:
+        """Any quadratic function: from its matrix, in float64 where there is one."""
+        took("quadratic: eigenvectors")
+        M, g = problem.quadratic()
+        require_finite(curvature=(M, 2), force=(g, 1))
+        dtype, eps = g.dtype, torch.finfo(g.dtype).eps
+        wide = dtype if g.device.type == "mps" else torch.float64
+        M, g = M.to(wide), g.to(wide)
+        values, vectors = torch.linalg.eigh(symmetric_part(M))
+        low, size = values[..., 0], values.abs().amax(-1)
+        spread = merged(values - values[..., :1], size.unsqueeze(-1), merge_tolerance(dtype))
+        spectrum = Spectrum(vectors.mT, spread, low, True)
+        c, pull = matvec(vectors.mT, g), norm(g)
+        noise = _ROUNDINGS * eps * (pull + size)
+        init = None if init is None else init.to(wide)
+        u, t, iterations, finished, _ = secular_root(
+            spectrum, c, noise, init, eps / 64, self.max_iterations
+        )
+        u = u.to(dtype)
+        y = u.to(wide)
+        scale = torch.where(size + pull > 0, size + pull, 1)
+        residual = norm(sphere.tangent(y, g - matvec(M, y))) / scale
+        return Outcome(
+            value=u,
+            multiplier=(t - low).to(dtype),
+            residual=residual.to(dtype),
+            gap=t.to(dtype),
+            iterations=iterations,
+            converged=finished & (residual <= _GOOD * eps),
+            kept=Basis(spectrum.basis.to(dtype), spread.to(dtype)),
         )
 
     def _retry(
@@ -136,15 +170,13 @@ class Secular(Solver):
         c = s * rmatvec(left, b)
         noise = _ROUNDINGS * torch.finfo(c.dtype).eps * s[..., 0] * norm(b)
         again, _ = self._attempt(A, b, g, spectrum, c, noise, init)
-        merged = []
-        for name, old, new in zip(Outcome._fields, found, again):
-            old = old.clone()
-            if name in ("basis", "spread"):
-                old.reshape(-1, *new.shape[1:])[which] = new
-            else:
-                old[bad] = new
-            merged.append(old)
-        return Outcome(*merged)
+        fields = [x.clone() for x in found.tensors]
+        for old, new in zip(fields, again.tensors):
+            old[bad] = new
+        kept = Basis(*(x.clone() for x in found.basis))
+        for old, new in zip(kept, again.basis):
+            old.reshape(-1, *new.shape[1:])[which] = new
+        return Outcome.of(fields, kept)
 
     def _attempt(
         self,
@@ -157,8 +189,8 @@ class Secular(Solver):
         init: Tensor | None,
     ) -> tuple[Outcome, Tensor]:
         """The solution in one eigenbasis, and whether that basis was good enough for it."""
-        u, t, iterations, finished, guessed = self.root(
-            spectrum, c, noise, init, torch.finfo(c.dtype).eps
+        u, t, iterations, finished, guessed = secular_root(
+            spectrum, c, noise, init, torch.finfo(c.dtype).eps, self.max_iterations
         )
         u, multiplier, residual, contracted = self._refine(A, b, g, spectrum, u, t)
         good = residual <= _GOOD * torch.finfo(u.dtype).eps
@@ -175,59 +207,9 @@ class Secular(Solver):
             gap=t,
             iterations=iterations,
             converged=finished & good,
-            basis=spectrum.basis,
-            spread=spectrum.spread,
+            kept=Basis(spectrum.basis, spectrum.spread),
         )
         return outcome, trusted
-
-    def root(
-        self, spectrum: Spectrum, c: Tensor, noise: Tensor, init: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The root of the secular equation for `Aᵀb` with coefficients `c` known up to `noise`.
-
-        Returns `u`, `t`, the steps taken, whether they sufficed, and whether a coefficient
-        was taken for zero that is not.
-        """
-        basis, spread = spectrum.basis, spectrum.spread
-        lowest = spread == 0
-        pull = norm(c * lowest)  # of b towards the smallest eigenspace
-        tied = pull <= noise
-        hard = torch.zeros_like(tied)
-        partial = slack = c
-        if tied.any():
-            partial = torch.where(lowest, 0, c / torch.where(lowest, 1, spread))
-            slack = 1 - dot(partial, partial)
-            hard = tied & (slack > 0)
-
-        tiny = torch.finfo(c.dtype).tiny
-        t = torch.maximum(pull, norm(c) - spread.amax(-1)).clamp_min(tiny)
-        active = ~hard
-        iterations = torch.zeros_like(active, dtype=torch.int64)
-        # Sums over a leading dimension are several times faster, and there are two a step.
-        rise, pulls = (x.movedim(-1, 0).contiguous() for x in (spread.expand_as(c), c))
-        for _ in range(self.max_iterations):
-            inverse = (rise + t).reciprocal_()
-            weights = (pulls * inverse).square_()
-            square, slope = weights.sum(0), (weights * inverse).sum(0)
-            excess = square.sqrt() - 1
-            following = torch.addcdiv(t, square * excess, slope)
-            # Newton climbs from the left bound; once it does not, rounding has the word.
-            moving = active & (following > t)
-            t = torch.where(moving, following, t)
-            iterations += active
-            active = moving & (excess > eps)
-            if not active.any():
-                break
-        u = c / (spread + t.unsqueeze(-1))
-        finished = hard | (~active & ((norm(u) - 1).abs() <= eps**0.5))
-        if tied.any():
-            t = torch.where(hard | (t == tiny), 0, t)
-            u = torch.where(hard.unsqueeze(-1), partial, u)
-        u = rmatvec(basis, u)
-        if hard.any():
-            height = torch.where(hard, slack, 0).sqrt().unsqueeze(-1)
-            u = u + height * _lowest_direction(spectrum, u, init)
-        return sphere.project(u), t, iterations, finished, hard & (pull > 0)
 
     def _refine(
         self, A: Tensor, b: Tensor, g: Tensor, spectrum: Spectrum, u: Tensor, t: Tensor
@@ -279,12 +261,12 @@ class Secular(Solver):
         found = self._direct(A, b, gram, rmatvec(A, b), init)
         floor = found.gap - found.multiplier
         gap = found.gap * (ratio - bounded).exp2()
-        found = found._replace(
-            multiplier=(gap - floor) * unit * unit,
-            gap=gap * unit * unit,
-            spread=found.spread * unit.square().unsqueeze(-1),
-        )
-        return Outcome(*(x.to(dtype) if x.is_floating_point() else x for x in found))
+        rows, spread = found.basis
+        found = found._replace(multiplier=(gap - floor) * unit * unit, gap=gap * unit * unit)
+        tensors = (x.to(dtype) if x.is_floating_point() else x for x in found.tensors)
+        spread = spread * unit.square().unsqueeze(-1)
+        kept = Basis(rows.to(dtype), spread.to(dtype))
+        return Outcome.of(tensors, kept)
 
 
 # A Gram matrix is not relied on where its rounding would be magnified more than this.
@@ -307,27 +289,3 @@ def in_range(gram: Tensor, g: Tensor) -> bool:
     pull = g.abs().amax(-1)
     fits = (size > low) & (size < high) & (pull < high) & ((pull > low) | (pull == 0))
     return bool(fits.all())
-
-
-def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> Tensor:
-    """A unit vector of the smallest eigenspace, the same whatever basis describes it.
-
-    It is the projection of a reference onto that space: `init` where it has a say,
-    else all ones, else a direction without structure.
-    """
-    basis, lowest = spectrum.basis, spectrum.spread == 0
-    tolerance = torch.finfo(like.dtype).eps ** 0.5
-    fallback = basis[..., 0, :].expand_as(like)
-    chosen = torch.zeros_like(like)
-    found = torch.zeros_like(like[..., :1], dtype=torch.bool)
-    for reference in (*(() if init is None else (init,)), *sphere.references(like)):
-        inside = matvec(basis, reference.expand_as(like))
-        shadow = rmatvec(basis, inside * lowest)
-        if not spectrum.complete:
-            shadow = shadow + reference - rmatvec(basis, inside)
-        usable = norm(shadow).unsqueeze(-1) > tolerance * norm(reference).unsqueeze(-1)
-        chosen = torch.where(usable & ~found, shadow, chosen)
-        found = found | usable
-        if found.all():
-            break
-    return sphere.project(torch.where(found, chosen, fallback))

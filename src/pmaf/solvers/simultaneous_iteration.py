@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
-from pmaf.solvers.base import Outcome, Solver
-from pmaf.solvers.loop import iterate
+from pmaf.linalg.loop import iterate
+from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.power_iteration import choose_shift
 from pmaf.solvers.report import (
     norm_of,
@@ -22,9 +22,6 @@ from pmaf.solvers.report import (
     start_block,
 )
 
-if TYPE_CHECKING:
-    from pmaf.layers.ied import PrincipalEigenvectors
-
 
 class _Block(NamedTuple):
     q: Tensor  # (*, n, p)
@@ -35,7 +32,7 @@ class SimultaneousIteration(Solver):
     """`Q ← qr((A + shift·I)Q)` on a block of vectors, until it stands still.
 
     Args:
-        iterations: at most so many products.
+        iterations: limit on the products.
         tolerance: stop when no entry of `Q` moves by more; a few roundings unless given.
         stop: False runs all iterations, as the paper's timings do.
         shift: as for `PowerIteration`.
@@ -43,7 +40,7 @@ class SimultaneousIteration(Solver):
             instead of the best k combinations of k columns.
     """
 
-    serves = ("PrincipalEigenvectors",)
+    solves = (Eigenvectors,)
     unrollable = True
 
     iterations: int = 1000
@@ -60,7 +57,7 @@ class SimultaneousIteration(Solver):
             require_finite_number("shift", self.shift)
 
     def solve(
-        self, problem: PrincipalEigenvectors, *, init: Tensor | None = None, report: bool = True
+        self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         k = problem.width
         M = problem.operand()
