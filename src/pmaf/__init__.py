@@ -11,6 +11,7 @@ from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
 from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "ConvergenceWarning",
     "Eigenpairs",
     "PrincipalEigenvectors",
+    "Problem",
     "Solution",
     "SphereLeastSquares",
     "certify",

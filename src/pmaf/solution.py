@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from pmaf.errors import ConvergenceError, ConvergenceWarning
-from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients import Gradient, Implicit
 from pmaf.solvers import Auto, Outcome, Solver
 
 
@@ -104,18 +102,8 @@ class Certificate:
         return feasible & (self.stationarity <= tolerance) & (self.optimality >= -tolerance)
 
 
-class Problem(Protocol):
-    """What `solve` and `certify` ask of a problem."""
-
-    def run(
-        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
-    ) -> Solution: ...
-
-    def certify(self, value: Tensor) -> Certificate: ...
-
-
 def solve(
-    problem: Problem,
+    problem: Any,
     *,
     solver: Solver | None = None,
     gradient: Gradient | None = None,
@@ -142,7 +130,7 @@ def solve(
     )
 
 
-def certify(problem: Problem, solution: Solution | Tensor) -> Certificate:
+def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
     """Check a solution, or any tensor of its shape, independently of how it was found.
 
     >>> import torch, pmaf
@@ -153,47 +141,6 @@ def certify(problem: Problem, solution: Solution | Tensor) -> Certificate:
     tensor(False)
     """
     return problem.certify(solution.value if isinstance(solution, Solution) else solution)
-
-
-def require_rules(problem: object, solver: object, gradient: object) -> None:
-    """The solver and the gradient rule suit the problem, and each other."""
-    target = type(problem).__name__
-    for role, given, kind in (("solver", solver, Solver), ("gradient", gradient, Gradient)):
-        if not (isinstance(given, kind) and target in given.serves):
-            hint = "; pass an instance, not the class" if isinstance(given, type) else ""
-            raise TypeError(
-                f"{role}={given!r} does not serve {target}{hint}; "
-                f"choose one of {_choices(kind, lambda k: target in k.serves)}"
-            )
-    if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
-        recordable = _choices(Solver, lambda k: target in k.serves and k.unrollable)
-        raise TypeError(
-            f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
-            f"use {recordable}, or gradient=Implicit()"
-        )
-
-
-def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> None:
-    """The solver and the gradient rule need no more than products with `A`."""
-    if not solver.matrix_free:
-        raise TypeError(
-            f"{solver!r} needs the entries of a matrix, and {A!r} is known by its products; "
-            "use Auto() or Krylov()"
-        )
-    if not isinstance(gradient, Implicit):
-        raise TypeError(
-            f"{gradient!r} needs the entries of a matrix, and {A!r} is known by its products; "
-            "use Implicit()"
-        )
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
-        raise RuntimeError(
-            f"{A!r} does not go through the transforms of torch.func; give the operator a "
-            "batch instead of vmap, and use torch.autograd"
-        )
-
-
-def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
-    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))
 
 
 def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:

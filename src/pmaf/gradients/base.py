@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from pmaf.linalg.products import matvec
+from pmaf.solvers.base import Eigenvectors, Minimum
 
 
 class Conditions(Protocol):
@@ -55,10 +56,9 @@ def contract(k: Tensor, block: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A rule for differentiating a solution. Subclasses name the problems they serve."""
+    """A rule for differentiating a solution. Subclasses name the forms of problems they are for."""
 
-    serves: ClassVar[tuple[str, ...]] = ()  # names of problem classes
-    whole: ClassVar[bool] = False  # whether it takes several vectors at once
+    solves: ClassVar[tuple[type, ...]] = (Minimum, Eigenvectors)  # the forms that it is for
 
     def pullback(
         self, conditions: Any, v: Tensor, needs: Sequence[bool]

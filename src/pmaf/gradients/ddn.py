@@ -25,8 +25,6 @@ class DDN(Gradient):
             the objective, one batch entry at a time ("J", the paper's "AutoDiff" row).
     """
 
-    serves = ("SphereLeastSquares", "PrincipalEigenvectors")
-
     exploit: bool = True
 
     def pullback(

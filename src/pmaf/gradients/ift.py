@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pmaf.gradients.base import Gradient
+from pmaf.solvers.base import Eigenvectors
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class IFT(Gradient):
             differentiation, one batch entry at a time ("J").
     """
 
-    serves = ("PrincipalEigenvectors",)
+    solves = (Eigenvectors,)
 
     exploit: bool = True
 

@@ -19,9 +19,6 @@ class Implicit(Gradient):
     be taken.
     """
 
-    serves = ("SphereLeastSquares", "PrincipalEigenvectors")
-    whole = True
-
     def pullback(
         self, conditions: Conditions, v: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:

@@ -15,5 +15,3 @@ class Unroll(Gradient):
     grows with the number of iterations. For solvers that iterate by torch operations;
     an opaque solve has nothing to record.
     """
-
-    serves = ("SphereLeastSquares", "PrincipalEigenvectors")

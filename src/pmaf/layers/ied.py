@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.autograd.certify_operator import certify_eigenvectors
-from pmaf.autograd.forward_mode import forward_ied, forward_mode, require_forward
-from pmaf.autograd.ied_attach import OutOfRangeError, attach, require_range
-from pmaf.autograd.ied_lean import solve_lean, suits
-from pmaf.autograd.ied_operator import attach_operator
-from pmaf.autograd.ied_plain import attach_plain
-from pmaf.autograd.ied_search import find_eigenvectors
-from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.autograd.attach import attach_found
+from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
+from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.by_products import eigenvector_gradients
+from pmaf.gradients.eigenvectors import EigenConditions, general_newton, symmetric_newton
 from pmaf.linalg import sphere
+from pmaf.linalg.eigh import eigh
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.operators import Operator, as_operator
-from pmaf.operators.base import known_by_products
-from pmaf.operators.rows import Rows, joined
-from pmaf.runtime.modes import plain
-from pmaf.runtime.ranks import Parts, is_spread, whole
-from pmaf.solution import Certificate, Solution, announce, require_products_suffice, require_rules
-from pmaf.solvers import Adaptive, Auto, Dense, Krylov, Outcome, Solver
+from pmaf.linalg.roundings import blame_range, merge_tolerance, require_range
+from pmaf.linalg.symmetric_part import FORM_TO
+from pmaf.operators.base import Operator, as_operator, known_by_products
+from pmaf.operators.rows import Rows
+from pmaf.problem import Problem, in_dtype
+from pmaf.runtime import ranks
+from pmaf.runtime.log import took
+from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.ranks import whole
+from pmaf.runtime.threads import OneThread
+from pmaf.solution import Backward, Certificate, Solution
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.adaptive import TOLERANCE, Adaptive, rate_of_steps
+from pmaf.solvers.auto import best_eigenvectors
+from pmaf.solvers.base import Eigenvectors, Outcome
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import Basis
 
 
 class Eigenpairs(NamedTuple):
@@ -38,7 +47,7 @@ class Eigenpairs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PrincipalEigenvectors:
+class PrincipalEigenvectors(Problem):
     """The problem `max tr(uᵀAu)` subject to `uᵀu = I`, one per batch entry.
 
     Args:
@@ -56,9 +65,13 @@ class PrincipalEigenvectors:
     A: Tensor | Operator
     k: int | None = None
     largest: bool = True
-    symmetric: bool = True
+    symmetric: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
     descending: bool = True
     reference: Tensor | None = None
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2}
+    form: ClassVar[type] = Eigenvectors
+    degree: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         A, k = self.A, self.k
@@ -91,27 +104,22 @@ class PrincipalEigenvectors:
             object.__setattr__(self, "reference", self.reference.detach())
 
     @property
-    def batch_shape(self) -> torch.Size:
-        return self.A.shape[:-2]
-
-    @property
-    def n(self) -> int:
-        return self.A.shape[-1]
-
-    @property
     def width(self) -> int:
         """Number of eigenvectors."""
         return 1 if self.k is None else self.k
 
     @property
-    def matrix(self) -> Tensor:
-        """`A` as a dense tensor, which an operator is not."""
-        assert isinstance(self.A, Tensor)
-        return self.A
+    def vectors(self) -> tuple[int, ...]:
+        return () if self.k is None else (self.k,)
 
-    def with_matrix(self, A: Tensor) -> PrincipalEigenvectors:
-        """The same question about other matrices."""
-        return PrincipalEigenvectors(A, self.k, symmetric=self.symmetric)
+    @property
+    def start_dims(self) -> int:
+        return 2
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        several = () if self.k is None else (self.k,)
+        return (*self.batch_shape, self.n, *several), (*self.batch_shape, *several)
 
     def operand(self) -> Tensor:
         """The matrix whose eigenvectors are asked for."""
@@ -137,189 +145,121 @@ class PrincipalEigenvectors:
         return rest / torch.where(size == 0, torch.ones_like(size), size)
 
     def best_solver(self) -> Solver:
-        """What `Auto()` stands for."""
-        if isinstance(self.A, Operator):
-            return _KRYLOV
-        # Where a trace has to know in advance whether there will be an eigenbasis, one is
-        # worth its price up to some size.
-        small = self.symmetric and self.n < _TRACED_FROM
-        return _DENSE if small and not plain(self.A) else _ADAPTIVE
+        return best_eigenvectors(self)
 
     def certify(self, value: Tensor) -> Certificate:
-        """Checked against all eigenvalues, in float64.
+        """Checked against all eigenvalues, in float64; by products if `A` is an operator.
 
         `optimality` is by how much the eigenvalues found exceed the true ones (fall short
         of them, for the smallest), relative to the matrix: zero at best.
         """
-        shape = (*self.batch_shape, self.n, *(() if self.k is None else (self.k,)))
+        shape, _ = self.shapes
         if value.shape != shape:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
-        if isinstance(self.A, Operator):
-            return certify_eigenvectors(self, value)
-        A = self.A.double()
-        # All three measures are relative; in these units nothing over- or underflows.
-        unit = A.abs().amax((-2, -1), keepdim=True)
-        A = A / torch.where(unit > 0, unit, torch.ones_like(unit))
-        A = symmetric_part(A) if self.symmetric else A
-        Y = (value.unsqueeze(-1) if self.k is None else value).double()
-        size = torch.linalg.matrix_norm(A)
-        size = torch.where(size == 0, torch.ones_like(size), size)
-        image = A @ Y
-        values = (Y * image).sum(-2) / (Y * Y).sum(-2)
-        eye = torch.eye(self.width, dtype=A.dtype, device=A.device)
-        if self.symmetric:
-            exact = torch.linalg.eigvalsh(A)
-            exact = exact[..., -self.width :] if self.largest else exact[..., : self.width]
-            surplus = values.sort(-1).values - exact
-            surplus = surplus if self.largest else -surplus
-        else:
-            surplus = values.abs() - torch.linalg.eigvals(A).abs().amax(-1, keepdim=True)
-        return Certificate(
-            feasibility=(Y.mT @ Y - eye).abs().amax((-2, -1)),
-            stationarity=torch.linalg.vector_norm(image - Y * values.unsqueeze(-2), dim=-2).amax(-1)
-            / size,
-            optimality=surplus.amin(-1) / size,
+        by_products = isinstance(self.A, Operator)
+        return (certify_eigenvectors_by_products if by_products else certify_eigenvectors)(
+            self, value
         )
 
-    def run(
-        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
-    ) -> Solution:
-        require_rules(self, solver, gradient)
-        if init is not None:
-            self._require_reference(init, "init")
-            init = init.detach()  # the solution does not depend on where the search began
-        if isinstance(self.A, Operator):
-            run: Any = torch.compiler.disable(self._run_operator)
-            return run(self.A, solver.resolve(self), gradient, init, throw)
-        if is_spread(self.A):
-            return self._run_parts(self.A, solver, gradient, init, report, throw)
-        A, dtype = self.A, self.A.dtype
-        if 0 in self.batch_shape:
-            return self._empty()
-        if init is not None:
-            init = init if self._is_block(init) else init.unsqueeze(-1)
-        if dtype in (torch.float16, torch.bfloat16):
-            A, init = A.float(), None if init is None else init.float()
-        # The smallest eigenvalues are the largest of −A, in the opposite order.
-        A = A if self.largest else -A
-        try:
-            return self._run_dense(A, solver, gradient, init, report, throw)
-        except OutOfRangeError as found:
-            return self._run_in_units(found.unit, solver, gradient, init, report, throw)
-
-    def _run_in_units(
+    def gradients(
         self,
-        unit: Tensor,
-        solver: Solver,
-        gradient: Gradient,
-        init: Tensor | None,
-        report: bool,
-        throw: bool,
-    ) -> Solution:
-        """The same for `A/unit`, in which nothing leaves the range of the dtype."""
-        scaled = replace(self, A=self.matrix.to(unit.dtype) / unit[..., None, None])
-        init = init if init is None or self.k is not None else init.squeeze(-1)
-        found = scaled.run(solver, gradient, init=init, report=report, throw=throw)
-        factor = unit if self.k is None else unit.unsqueeze(-1)
-        found = replace(found, multiplier=found.multiplier * factor, gap=found.gap * unit)
-        return _in(self.matrix.dtype, found)
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        if self.k is None:
+            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
+            v = None if v is None else v.unsqueeze(-2)
+            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
+        (A,) = tensors
+        conditions = EigenConditions(A, y, state.shift, d_multiplier, self.symmetric, state)
+        return (conditions.gradients(rule, v),)
 
-    def _run_dense(
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        if self.k is None:
+            rows, values = found.value.unsqueeze(-2), found.multiplier.unsqueeze(-1)
+            found = found._replace(value=rows, multiplier=values)
+        newton = symmetric_newton if self.symmetric else general_newton
+        step = newton(self.matrix, fixed.matrix, found)
+        return step if self.k is not None else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        rows = u.unsqueeze(-2) if self.k is None else u
+        image = rows @ (symmetric_part(self.matrix) if self.symmetric else self.matrix.mT)
+        values = (image * rows).sum(-1)
+        return values.squeeze(-1) if self.k is None else values
+
+    def gradients_by_products(
         self,
-        A: Tensor,
+        seen: Rows,
+        y: Tensor,
+        multiplier: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
         solver: Solver,
-        gradient: Gradient,
-        init: Tensor | None,
-        report: bool,
-        throw: bool,
-    ) -> Solution:
-        """Solve for `A`, the problem's own or its negative, in float32 or float64."""
-        dtype = self.matrix.dtype
-        if isinstance(gradient, Unroll):
-            errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
-            require_range(A)
-            problem = PrincipalEigenvectors(A, self.width, symmetric=self.symmetric)
-            with torch.autocast(A.device.type, enabled=False):
-                outcome = solver.solve(problem, init=init, report=report)
-            outcome = Outcome(*outcome[:2], *(x.detach() for x in outcome[2:]))
-            announce(outcome, solver, throw)
-        elif forward_mode(A):
-            require_forward(gradient)
-            way = solver.resolve(self)
-            outcome = forward_ied(A, init, self.width, self.symmetric, way, report, throw)
-        elif plain(A):
-            found = attach_plain(self, A, init, solver.resolve(self), gradient, report, throw)
-            return _in(dtype, found)
-        else:
-            way = solver.resolve(self)
-            outcome = attach(A, init, self.width, self.symmetric, way, gradient, report, throw)
-        return _in(dtype, self.present(outcome))
+        report: Backward,
+        needs: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        return eigenvector_gradients(self, seen, y, v, d_multiplier, solver, report, needs)
 
-    def _run_operator(
-        self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
-    ) -> Solution:
-        require_products_suffice(A, solver, gradient)
-        if self.reference is not None and is_spread(self.reference):
+    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        if init is not None and self.dims_of(init) == 1:
+            init = init.unsqueeze(-1)
+        if isinstance(self.A, Operator) and self.reference is not None:
             # Every rank looks at all of it, so that all of them raise the error or none.
-            errors.require_finite(reference=(whole(self.reference), 1))
-        if 0 in self.batch_shape:
-            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
-        if init is not None:
-            # A start has no gradient, and would hold on to the graph of the step it comes from.
-            init = whole(init.detach() if self._is_block(init) else init.detach().unsqueeze(-1))
-        dtype = A.dtype
-        if dtype in (torch.float16, torch.bfloat16):
-            A = A.with_tensors([x.float() for x in A.tensors])
-            init = None if init is None else init.float()
-        # The smallest eigenvalues are the largest of −A, in the opposite order.
-        A = A if self.largest else -A
-        assert isinstance(solver, Krylov)
-        outcome, backward = attach_operator(A, self.width, self.symmetric, solver, init, throw)
-        found = replace(_in(dtype, self.present(outcome)), backward=backward)
-        return joined(found, A)
+            errors.require_finite(reference=(ranks.whole(self.reference), 1))
+        problem, init, _ = super().reduced(init)
+        if not (self.largest and self.descending and self.reference is None):
+            # The smallest eigenvalues are the largest of −A, in the opposite order.
+            A = problem.A if self.largest else -problem.A
+            problem = self.changed(A=A, largest=True, descending=True, reference=None)
+        return problem, init, lambda outcome: in_dtype(self.dtype, self.present(outcome))
 
-    def _run_parts(
-        self,
-        A: Tensor,
-        solver: Solver,
-        gradient: Gradient,
-        init: Tensor | None,
-        report: bool,
-        throw: bool,
-    ) -> Solution:
-        """Every rank solves the part of the batch that it has."""
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        A = self.matrix
+        if not solver.takes_any_scale(self):
+            require_range(A)
+        try:
+            outcome = solver.solve(self, init=init, report=report)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            blame_range(A)
+            raise
+        # For a matrix with infinite entries, or sums of them, LAPACK returns nan.
+        total = outcome.multiplier.sum()
+        if not math.isfinite(float(total.detach() if total.requires_grad else total)):
+            blame_range(A)
+        return outcome
 
-        def own(x: Tensor | None) -> tuple[Tensor | None, int]:
-            return x, 2 if x is not None and self._is_block(x) else 1
-
-        inputs = dict(A=(A, 2), reference=own(self.reference), init=own(init))
-        parts = Parts(self.batch_shape, inputs)
-        mine = replace(self, A=parts.inputs["A"], reference=parts.inputs.get("reference"))
-        start = parts.inputs.get("init")
-        found = mine.run(solver, gradient, init=start, report=report, throw=throw)
-        return parts.join_all(found)
-
-    def search(self, solver: Krylov, init: Tensor | None) -> Outcome:
-        """By products alone, whatever `A` is."""
-        rows = Rows(as_operator(self.A), self.batch_shape)
-        return find_eigenvectors(rows, self.width, self.symmetric, solver, init)
+    def finished(self, outcome: Outcome) -> Outcome:
+        if self.k is not None:
+            return outcome
+        # One vector is turned, and loses its dimension, where nothing is recorded: that saves
+        # two nodes of the graph.
+        y = outcome.value.squeeze(-2)
+        value = y * _default_signs(y).unsqueeze(-1)
+        return outcome._replace(value=value, multiplier=outcome.multiplier.squeeze(-1).clone())
 
     def present(self, outcome: Outcome) -> Solution:
         """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
-        values, rows = outcome.multiplier, outcome.value
-        signs = self._signs(rows)
-        if self.flipped:
-            values, rows, signs = values.flip(-1), rows.flip(-2), signs.flip(-1)
+        vectors, values, residual, gap, iterations, converged = outcome.tensors
         # New tensors, not views: a user may write into what a layer returns.
-        if self.k is None:
-            values, vectors = values.squeeze(-1), rows.squeeze(-2) * signs
-        else:
-            vectors = rows.mT * signs.unsqueeze(-2)
-        values = values.clone() if self.largest else -values
-        # The compiler of torch 2.7 cannot slice a named tuple.
-        _, _, residual, gap, iterations, converged, *_ = outcome
+        if self.k is not None:
+            signs = self._signs(vectors)
+            if self.flipped:
+                values, vectors, signs = values.flip(-1), vectors.flip(-2), signs.flip(-1)
+            vectors = vectors.mT * signs.unsqueeze(-2)
+            values = values.clone()
+        elif self.reference is not None:
+            vectors = vectors * self._signs(vectors.unsqueeze(-2))
+        values = values if self.largest else -values
         return Solution(vectors, values, residual, gap, iterations, converged)
 
     @property
@@ -333,23 +273,29 @@ class PrincipalEigenvectors:
         Towards the reference. Where that is orthogonal, the paper leaves the sign alone;
         towards a fixed direction first, so that what is left alone is reproducible.
         """
-        rows = rows.detach()
-        both = _references(rows)
-        tolerance = 8 * torch.finfo(rows.dtype).eps
         if self.reference is None:
-            dots, second = (rows @ both).unbind(-1)
-            tolerance = tolerance * self.n**0.5
+            return _default_signs(rows)
+        rows = rows.detach()
+        both, one, tolerance = _references(rows)
+        reference = whole(self.reference.detach()).to(rows)
+        if self._is_block(reference):
+            reference = reference.mT
+            reference = reference.flip(-2) if self.flipped else reference
         else:
-            reference = whole(self.reference.detach()).to(rows)
-            if self._is_block(reference):
-                reference = reference.mT
-                reference = reference.flip(-2) if self.flipped else reference
-            else:
-                reference = reference.unsqueeze(-2)
-            dots, second = (rows * reference).sum(-1), rows @ both[:, 1]
-            tolerance = tolerance * norm(reference)
+            reference = reference.unsqueeze(-2)
+        dots, second = (rows * reference).sum(-1), rows @ both[:, 1]
+        tolerance = tolerance * norm(reference) / self.n**0.5
         dots = torch.where(dots.abs() <= tolerance, second, dots)
-        return torch.copysign(both[0, 0], dots)  # which is one
+        return torch.copysign(one, dots)
+
+    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
+        return {"reference": (self.reference, self.dims_of(self.reference))}
+
+    def dims_of(self, vectors: Tensor | None) -> int:
+        return 2 if vectors is not None and self._is_block(vectors) else 1
+
+    def require_start(self, init: Tensor) -> None:
+        self._require_reference(init, "init")
 
     def _is_block(self, reference: Tensor) -> bool:
         """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
@@ -376,41 +322,98 @@ class PrincipalEigenvectors:
         if plain(reference):
             errors.require_finite(**{name: (reference, 2 if block else 1)})
 
-    def _empty(self) -> Solution:
-        row = self.matrix.sum(-2)
-        vectors = row if self.k is None else row.unsqueeze(-1).expand(*row.shape, self.k)
-        values = row.sum(-1) if self.k is None else row[..., : self.k]
-        blank = row.detach().sum(-1)
-        count = blank.to(torch.int64)
-        return Solution(vectors, values, blank, blank, count, count.bool())
+
+# Created at import: constructing a solver serialises it to text, which costs more than a small
+# solve.
+_AUTO, _IMPLICIT, _ADAPTIVE = Auto(), Implicit(), Adaptive()
+_BARE = PrincipalEigenvectors.read({"largest": True, "symmetric": True, "descending": True})
 
 
-def _in(dtype: torch.dtype, found: Solution) -> Solution:
-    if found.value.dtype == dtype:
-        return found
-    return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))
+def _default_signs(rows: Tensor) -> Tensor:
+    """Which way to turn each vector, `(*, n)` to `(*,)`, without a reference.
+
+    Towards all ones, and where that is orthogonal towards a direction without structure.
+    """
+    both, one, tolerance = _references(rows)
+    first, second = (rows.detach() @ both).unbind(-1)
+    # What `hardshrink` leaves of the first, unless it is zero, outweighs the second.
+    side = torch.add(second, torch.hardshrink(first, tolerance), alpha=16 / tolerance)
+    return torch.copysign(one, side)
 
 
-# Made once: they write themselves down, which takes longer than to solve a small problem.
-_AUTO, _IMPLICIT, _DENSE, _ADAPTIVE = Auto(), Implicit(), Dense(), Adaptive()
-_KRYLOV = Krylov()
-_WITHOUT_POWER = replace(_ADAPTIVE, power_from=math.inf)
+def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    """`sphere.references` as columns, one, and what counts as zero along the first reference.
 
-# See `best_solver`.
-_TRACED_FROM = 128
-
-
-def _references(rows: Tensor) -> Tensor:
-    """`sphere.references` as columns, remembered where they are numbers."""
+    They are remembered where they are numbers.
+    """
     if plain(rows):
         return _known_references(rows.shape[-1], rows.dtype, rows.device)
-    return torch.stack(sphere.references(rows), -1)
+    both = torch.stack(sphere.references(rows), -1)
+    # The first reference is all ones.
+    return both, both[0, 0], merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5
 
 
 @functools.lru_cache(maxsize=64)
-def _known_references(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _known_references(
+    n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, float]:
     with torch.inference_mode(False):  # or they would be of no use in a later training step
-        return torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
+        both = torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
+        return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
+
+
+def _is_small(A: Tensor) -> bool:
+    """Whether `A` is a plain batch of square matrices for which calls are all that costs time."""
+    return (
+        plain(A)
+        and A.dim() >= 2
+        and A.shape[-1] == A.shape[-2] <= FORM_TO
+        and A.numel() > 0
+        and A.dtype in (torch.float32, torch.float64)
+        and A.is_cpu
+        and A.layout == torch.strided
+        and not torch.is_autocast_enabled("cpu")
+        and not forward_mode(A)
+    )
+
+
+def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The forward pass of the default call, without the objects in between.
+
+    It does what `Adaptive` does for one vector, in the order in which it does it, and leaves the
+    same for the common backward pass. Returns the vectors and the values; None where the common
+    forward pass is needed: for a Krylov space, and for entries out of range or not finite.
+    """
+    if _ADAPTIVE.takes_krylov(A.numel(), A.shape[-1], 1):
+        return None
+    with torch.no_grad(), OneThread(A):
+        n, batch = A.shape[-1], A.shape[:-2]
+        flat = A if A.dim() == 3 else A.reshape(-1, n, n)
+        steps = _ADAPTIVE.power(flat, TOLERANCE * torch.finfo(A.dtype).eps)
+        if steps is not None:
+            took("ied: power steps")
+            y, value = steps.rows.reshape(A.shape[:-1]), steps.values.reshape(batch).clone()
+            kept = rate_of_steps(steps, batch)
+        else:
+            took("ied: decomposition")
+            try:
+                values, vectors = eigh(symmetric_part(A))
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                return None
+            if not math.isfinite(float(values.sum())):
+                return None
+            y, value = vectors.select(-1, -1), values.select(-1, -1).clone()
+            kept = Basis(vectors.mT, values[..., -1:] - values)
+        y = y * _default_signs(y).unsqueeze(-1)
+        # There is no report: what it would have is never looked at.
+        outcome = Outcome(y, value, value, _unknown(A.dtype), value, value, kept)
+    return attach_found(outcome, A, _BARE, _ADAPTIVE, _IMPLICIT)
+
+
+@functools.lru_cache(maxsize=4)
+def _unknown(dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), torch.nan, dtype=dtype, device="cpu")
 
 
 def ied(
@@ -466,16 +469,12 @@ def ied(
         and init is None
         and generator is None
         and isinstance(A, Tensor)
-        and suits(A)
+        and _is_small(A)
     ):
-        try:
-            found = solve_lean(A, largest, _ADAPTIVE)
-        except OutOfRangeError:
-            found, solver = None, _DENSE
-        else:
-            solver = _WITHOUT_POWER
+        found = _small(A if largest else -A)
         if found is not None:
-            return Eigenpairs(*found)
+            vectors, values = found
+            return Eigenpairs(values if largest else -values, vectors)
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
     if generator is not None and init is None:
         shape = (problem.n, problem.width)

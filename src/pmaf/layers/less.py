@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.autograd.certify_operator import certify_minimiser
-from pmaf.autograd.forward_mode import forward_less, forward_mode, require_forward
-from pmaf.autograd.ied_attach import OutOfRangeError
-from pmaf.autograd.less_attach import attach
-from pmaf.autograd.less_operator import attach_less_operator, find_minimiser
-from pmaf.autograd.less_range import in_range, scaled
-from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.linalg import sphere
+from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.by_products import least_squares_gradients
+from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
-from pmaf.operators import Matrix, Operator, as_operator
-from pmaf.operators.base import known_by_products
-from pmaf.operators.rows import Rows, joined
+from pmaf.linalg.roundings import power_of_two, square_range, times_power
+from pmaf.operators.base import Operator, as_operator, known_by_products
+from pmaf.operators.rows import Rows
+from pmaf.problem import Problem, as_solution, in_dtype
 from pmaf.runtime.modes import plain
-from pmaf.runtime.ranks import Parts, is_spread, whole
-from pmaf.runtime.threads import OneThread
-from pmaf.solution import Certificate, Solution, announce, require_products_suffice, require_rules
-from pmaf.solvers import Auto, Cholesky, Krylov, Outcome, Secular, Solver
-
-# From this many columns on a Cholesky factor is cheaper than an eigendecomposition.
-_SMALLEST_FACTORED = 12
-# Entries of all Gram matrices together below which the calls around a factor cost more than
-# it saves.
-_FACTORED_FROM = 40_000
+from pmaf.solution import Backward, Certificate, Solution
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.auto import best_least_squares
+from pmaf.solvers.base import LeastSquares, Outcome
+from pmaf.tangent.bordered import State
 
 
 @dataclass(frozen=True, eq=False)
-class SphereLeastSquares:
+class SphereLeastSquares(Problem):
     """The problem `min ½‖Au − b‖²` subject to `‖u‖ = radius`, one per batch entry.
 
     Args:
@@ -47,6 +40,10 @@ class SphereLeastSquares:
     A: Tensor | Operator
     b: Tensor
     radius: float = 1.0
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "b": 1}
+    form: ClassVar[type] = LeastSquares
+    degree: ClassVar[int | None] = 2
 
     def __post_init__(self) -> None:
         A, b = self.A, self.b
@@ -74,18 +71,23 @@ class SphereLeastSquares:
         errors.require_broadcast("A", A.shape[:-2], "b", b.shape[:-1])
 
     @property
-    def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(self.A.shape[:-2], self.b.shape[:-1])
+    def rank(self) -> int:
+        return min(self.A.shape[-2:])
 
     @property
-    def n(self) -> int:
-        return self.A.shape[-1]
+    def basis_batch(self) -> torch.Size:
+        return self.A.shape[:-2]
 
-    @property
-    def matrix(self) -> Tensor:
-        """`A` as a dense tensor, which an operator is not."""
-        assert isinstance(self.A, Tensor)
-        return self.A
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        A, b = inputs
+        if isinstance(A, Operator):
+            return A.transposed(b - A(u))
+        return -rmatvec(A, matvec(A, u) - b)
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        if isinstance(self.A, Operator):
+            return self.A.rmatvec(self.A.matvec(rows))
+        return rows @ self.A.mT @ self.A
 
     def objective(self, u: Tensor) -> Tensor:
         """`½‖Au − b‖²`, `(*,)`."""
@@ -109,161 +111,119 @@ class SphereLeastSquares:
             return self.matrix.new_zeros(self.A.shape[:-2])
         return torch.linalg.svdvals(self.matrix)[..., -1].square()
 
-    def best_solver(self) -> Solver:
-        """What `Auto()` stands for."""
+    def on_the_unit_sphere(self, value: Tensor) -> tuple[Any, Tensor]:
         if isinstance(self.A, Operator):
-            return _KRYLOV
-        m, n = self.A.shape[-2:]
-        # One eigendecomposition serves all problems that share a matrix; a factor does not.
-        if not (m >= n >= _SMALLEST_FACTORED and self.A.shape[:-2] == self.batch_shape):
-            return _SECULAR
-        # A trace has to serve batches of any size.
-        few = plain(self.matrix) and self.batch_shape.numel() * n * n < _FACTORED_FROM
-        return _SECULAR if few else _CHOLESKY
+            return self.changed(b=self.b / self.radius, radius=1.0), value / self.radius
+        # In these units nothing over- or underflows.
+        size = torch.maximum(self.A.abs().amax((-2, -1)), self.b.abs().amax(-1) / self.radius)
+        unit = torch.where(size > 0, size, torch.ones_like(size))
+        A, b = self.A / unit[..., None, None], self.b / (unit * self.radius).unsqueeze(-1)
+        return self.changed(A=A, b=b, radius=1.0), value / self.radius
+
+    def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
+        top = torch.linalg.matrix_norm(self.matrix, 2).square()
+        return self.smallest_curvature(), top, self.scale()
+
+    def best_solver(self) -> Solver:
+        return best_least_squares(self)
 
     def certify(self, value: Tensor) -> Certificate:
         errors.require_vector("value", value, "n")
-        if isinstance(self.A, Operator):
-            return certify_minimiser(self, value)
-        if value.shape != (*self.batch_shape, self.n):
-            raise ValueError(
-                f"a solution of this problem has shape {(*self.batch_shape, self.n)}; "
-                f"got {errors.shape_of(value)}"
-            )
-        A, b, y = self.A.double(), self.b.double(), value.double()
-        # All three measures are relative; in these units nothing over- or underflows.
-        unit = torch.maximum(A.abs().amax((-2, -1)), b.abs().amax(-1) / self.radius)
-        unit = torch.where(unit > 0, unit, torch.ones_like(unit))
-        A, b = A / unit[..., None, None], b / unit.unsqueeze(-1)
-        scaled = type(self)(A, b, self.radius)
-        force = -rmatvec(A, matvec(A, y) - b)
-        length = norm(y)
-        multiplier = dot(y, force) / length.square()
-        top = torch.linalg.matrix_norm(A, 2).square()
-        top = torch.where(top > 0, top, torch.ones_like(top))
-        return Certificate(
-            feasibility=(length / self.radius - 1).abs(),
-            stationarity=norm(sphere.tangent(sphere.project(y), force))
-            / (self.radius * scaled.scale()),
-            optimality=(multiplier + scaled.smallest_curvature()) / top,
+        return super().certify(value)
+
+    def conditions(
+        self, tensors: tuple[Tensor, ...], y: Tensor, state: State
+    ) -> LeastSquaresConditions:
+        return LeastSquaresConditions(self, tensors, y, state, matvec(tensors[0], y))
+
+    def gradients_by_products(
+        self,
+        seen: Rows,
+        y: Tensor,
+        multiplier: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        solver: Solver,
+        report: Backward,
+        needs: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        return least_squares_gradients(
+            self, seen, y, multiplier, v, d_multiplier, solver, report, needs
         )
 
-    def run(
-        self, solver: Solver, gradient: Gradient, *, init: Tensor | None, report: bool, throw: bool
-    ) -> Solution:
-        require_rules(self, solver, gradient)
-        A, b = self.A, self.b
-        if init is not None:
-            self._require_init(init)
-            init = init.detach()  # the solution does not depend on where the search began
-        if isinstance(A, Operator):
-            run: Any = torch.compiler.disable(self._run_operator)
-            return run(A, solver.resolve(self), gradient, init, throw)
-        if is_spread(A) or is_spread(b):
-            parts = Parts(self.batch_shape, dict(A=(A, 2), b=(b, 1), init=(init, 1)))
-            mine = SphereLeastSquares(parts.inputs["A"], parts.inputs["b"], self.radius)
-            start = parts.inputs.get("init")
-            found = mine.run(solver, gradient, init=start, report=report, throw=throw)
-            return parts.join_all(found)
-        if 0 in self.batch_shape:
-            return self._empty()
-        dtype = A.dtype
-        if dtype in (torch.float16, torch.bfloat16):
-            A, b = A.float(), b.float()
-            init = None if init is None else init.float()
+    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        problem, init, _ = super().reduced(init)
+        A, b, exponents = problem.A, problem.b, None
         # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
         # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
-        with OneThread(A):
-            A, b, units = in_range(A, b, self.radius)
-            outcome = self._run_unit(A, b, solver, gradient, init, report, throw)
-        if units is not None:
-            outcome = outcome._replace(
-                multiplier=scaled(outcome.multiplier, units), gap=scaled(outcome.gap, units)
-            )
-        value = outcome.value if self.radius == 1 else self.radius * outcome.value
-        # The compiler of torch 2.7 cannot slice a named tuple.
-        _, multiplier, residual, gap, iterations, converged, *_ = outcome
-        return Solution(value.to(dtype), multiplier, residual, gap, iterations, converged)
+        if isinstance(A, Operator):
+            b = b.expand(*self.batch_shape, -1)
+            b = b if self.radius == 1 else b / self.radius
+        else:
+            A, b, exponents = in_range(A, b, self.radius)
+        unit = self.changed(A=A, b=b, radius=1.0)
 
-    def _run_unit(
-        self,
-        A: Tensor,
-        b: Tensor,
-        solver: Solver,
-        gradient: Gradient,
-        init: Tensor | None,
-        report: bool,
-        throw: bool,
-    ) -> Outcome:
-        """Solve for tensors in float32 or float64, on the unit sphere."""
-        if isinstance(gradient, Unroll):
-            errors.require_eager("gradient=Unroll()", "gradient=Implicit()", A)
-            if init is not None:
-                errors.require_finite(init=(init, 1))
-            with torch.autocast(A.device.type, enabled=False):
-                outcome = solver.solve(SphereLeastSquares(A, b), init=init, report=report)
-            outcome = Outcome(outcome.value, *(x.detach() for x in outcome[1:]))
-            announce(outcome, solver, throw)
-            return outcome
-        if forward_mode(A, b):
-            require_forward(gradient)
-            return forward_less(A, b, init, solver.resolve(self), report, throw)
-        return attach(A, b, init, solver.resolve(self), gradient, report, throw)
+        def finish(outcome: Outcome) -> Solution:
+            if exponents is not None:
+                outcome = outcome._replace(
+                    multiplier=times_power(outcome.multiplier, exponents),
+                    gap=times_power(outcome.gap, exponents),
+                )
+            found = as_solution(outcome)
+            # A new tensor: what an operator's backward pass keeps must not be written to.
+            if self.radius != 1 or isinstance(A, Operator):
+                found = replace(found, value=self.radius * found.value)
+            return in_dtype(self.dtype, found)
 
-    def _run_operator(
-        self, A: Operator, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
-    ) -> Solution:
-        require_products_suffice(A, solver, gradient)
-        batch = self.batch_shape
-        if A.batch_shape not in (batch, ()):
-            raise ValueError(
-                f"{A!r} has the batch {tuple(A.batch_shape)} and the problem {tuple(batch)}; "
-                "an operator needs the whole batch, or none"
-            )
-        if 0 in batch:
-            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
-        dtype, b = A.dtype, self.b.expand(*batch, -1)
-        if dtype in (torch.float16, torch.bfloat16):
-            A, b = A.with_tensors([x.float() for x in A.tensors]), b.float()
-            init = None if init is None else init.float()
-        b = b if self.radius == 1 else b / self.radius
-        assert isinstance(solver, Krylov)
-        init = None if init is None else whole(init)
-        try:
-            outcome, backward = attach_less_operator(A, b, solver, init, throw)
-        except OutOfRangeError as found:
-            # The solution for (A/c, b/c) is the same; multiplier and gap are c² times theirs.
-            unit = float(found.unit)
-            A, b = A / unit, b / unit
-            outcome, backward = attach_less_operator(A, b, solver, init, throw)
-            outcome = outcome._replace(
-                multiplier=outcome.multiplier * unit * unit, gap=outcome.gap * unit * unit
-            )
-        value = self.radius * outcome.value  # not what the backward pass keeps, which is read-only
-        return joined(Solution(value.to(dtype), *outcome[1:6], backward), A, b)
+        return unit, init, finish
 
-    def search(self, solver: Krylov, init: Tensor | None) -> Outcome:
-        """By products alone, whatever `A` is."""
-        batch = self.batch_shape
-        A = as_operator(self.A)
-        A = A if A.batch_shape in (batch, ()) else Matrix(self.matrix.expand(*batch, -1, -1))
-        return find_minimiser(Rows(A, batch), self.b.expand(*batch, -1), solver, init)
 
-    def _require_init(self, init: Tensor) -> None:
-        errors.require_vector("init", init, "n")
-        errors.require_alike("init", init, "A", self.A)
-        if init.shape[-1] != self.n:
-            raise ValueError(
-                f"init must have shape (*, {self.n}) to start a problem with A of shape "
-                f"{errors.shape_of(self.A)}; got {errors.shape_of(init)}"
-            )
-        errors.require_fits("init", init.shape[:-1], self.batch_shape)
+def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`A` and `b/radius` divided by powers of two, and the exponents `(*,)` of multipliers.
 
-    def _empty(self) -> Solution:
-        value = self.matrix.sum(-2) + self.b.sum(-1, keepdim=True)
-        blank = value.detach().sum(-1)
-        count = blank.to(torch.int64)
-        return Solution(value, blank, blank, blank, count, count.bool())
+    None instead of exponents, and nothing but the division by the radius, if everything is in
+    range already.
+    """
+    low, high = square_range(A.dtype)
+    quotient = b if radius == 1 else b / radius
+    sizes = torch.linalg.vector_norm(A.detach(), dim=(-2, -1))
+    eager = plain(A) and plain(b)
+    if eager:
+        (least, most), (bottom, top) = sizes.aminmax(), quotient.detach().aminmax()
+        if (
+            low < float(least)
+            and float(most) < high
+            and -high < float(bottom)
+            and float(top) < high
+        ):
+            return A, quotient, None
+        errors.require_finite(A=(A, 2), b=(b, 1))
+    unit = _exponent(A.detach().abs().amax((-2, -1)))
+    mantissa, power = math.frexp(radius)
+    length = _exponent(b.detach().abs().amax(-1)) - power
+    # Far above A, the length of b has no effect on the solution, and the multiplier is
+    # proportional to it: so it may be shortened to what can be squared.
+    excess = (length - unit - _span(A.dtype)).clamp_min(0)
+    if not eager:
+        # A trace cannot ask whether anything is out of range. Its units for A must come from A
+        # alone, since many problems may share it.
+        unit = torch.where((sizes > low) & (sizes < high), 0, unit)
+        excess = torch.where(quotient.detach().abs().amax(-1) < high, 0, excess)
+    return (
+        times_power(A, -unit[..., None, None]),
+        times_power(b / mantissa, -(unit + excess + power).unsqueeze(-1)),
+        2 * unit + excess,
+    )
+
+
+def _exponent(size: Tensor) -> Tensor:
+    """Of the power of two below each size; zero for zero."""
+    return power_of_two(size).log2()
+
+
+def _span(dtype: torch.dtype) -> float:
+    """How many powers of two `b` may be above `A`: beyond, `AᵀA` is lost in the multiplier."""
+    return -1.25 * math.log2(torch.finfo(dtype).eps)
 
 
 def less(
@@ -304,9 +264,9 @@ def less(
     ).value
 
 
-# Made once: they write themselves down, which takes longer than to solve a small problem.
-_AUTO, _IMPLICIT, _CHOLESKY, _SECULAR = Auto(), Implicit(), Cholesky(), Secular()
-_KRYLOV = Krylov()
+# Created at import: constructing a solver serialises it to text, which costs more than a small
+# solve.
+_AUTO, _IMPLICIT = Auto(), Implicit()
 
 
 class LESS(nn.Module):

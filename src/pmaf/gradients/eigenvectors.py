@@ -20,73 +20,83 @@ together: `[[λI − A, y], [yᵀ, 0]]ᵀ [w; ·] = [v; ∂L/∂λ]`, `∂L/∂A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from pmaf.errors import require_eager
-from pmaf.gradients.base import contract
+from pmaf.gradients.base import Gradient, contract
+from pmaf.gradients.implicit import Implicit
 from pmaf.linalg import sphere
-from pmaf.linalg.gram import merge_tolerance
-from pmaf.linalg.products import frobenius, norm
-from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import Helper, tangent_solve
-from pmaf.tangent.deflated import deflated_solve
-from pmaf.tangent.series import dominant_solve
+from pmaf.linalg.products import frobenius, norm, symmetric_part
+from pmaf.linalg.roundings import merge_tolerance
+from pmaf.runtime.modes import plain, require_eager
+from pmaf.tangent.bordered import State, Tensors, tangent_solve
+from pmaf.tangent.complement import complement_solve
+from pmaf.tangent.general import dominant_solve
+from pmaf.tangent.kept import Basis, Rate
+from pmaf.tangent.series import rate_of
 
 
 @dataclass(frozen=True)
 class _ShiftedSystem:
     """Bordered systems of `Λ − ½(A + Aᵀ)`, coupled where eigenvalues are equal."""
 
-    def solve(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
-        basis, spread, k = helper.basis, helper.spread, y.shape[-2]
-        if spread.shape[-1] == 0:
-            z = deflated_solve(matrix, helper.shift, y, v, helper.factor, helper.gap)
-            return z if k == 1 else z + self._within(v, y, matrix, helper)
-        rise = spread.unsqueeze(-2)
+    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        kept, k = state.kept, y.shape[-2]
+        if not isinstance(kept, Basis):
+            z = complement_solve(tensors[0], state.shift, y, v, kept, state.gap)
+            return z if k == 1 else z + self._within(v, y, tensors, state)
+        spread = kept.spread
+        rise = size = spread.unsqueeze(-2)
         if k > 1:  # the requested vectors are the last of the basis; the first has no rise
             rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)
-        apart = rise.abs() > merge_tolerance(v.dtype) * self._scale(matrix, helper)
-        return torch.where(apart, (v @ basis.mT) / torch.where(apart, rise, 1), 0) @ basis
+            size = rise.abs()
+        apart = size > merge_tolerance(v.dtype) * self._scale(tensors, state)
+        product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
+        return product(torch.where(apart, product(v, kept.rows.mT) / rise, 0), kept.rows)
 
-    def linked(self, matrix: Tensor, helper: Helper) -> Tensor | None:
+    def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """Which vectors are in the border of which, `(*, k, k)`; None if each is alone."""
-        if helper.shift.shape[-1] == 1:
+        if state.shift.shape[-1] == 1:
             return None
-        return ~self._apart(matrix, helper)[1]
+        return ~self._apart(tensors, state)[1]
 
-    def product(self, z: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
+    def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
+        (matrix,) = tensors
         return shift @ z - 0.5 * (z @ matrix + z @ matrix.mT)
 
     def pullback(
-        self, w: Tensor, z: Tensor, matrix: Tensor, shift: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return -symmetric_product(w, z), w @ z.mT
+        self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        return (-symmetric_product(w, z),), w @ z.mT
 
-    def _within(self, v: Tensor, y: Tensor, matrix: Tensor, helper: Helper) -> Tensor:
+    def _within(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         """The part of the solution in the span of the requested vectors."""
-        difference, apart = self._apart(matrix, helper)
+        difference, apart = self._apart(tensors, state)
         return torch.where(apart, (v @ y.mT) / torch.where(apart, difference, 1), 0) @ y
 
-    def _apart(self, matrix: Tensor, helper: Helper) -> tuple[Tensor, Tensor]:
+    def _apart(self, tensors: Tensors, state: State) -> tuple[Tensor, Tensor]:
         """Differences `λⱼ − λᵢ` of the requested eigenvalues, and which of them are not zero."""
-        difference = helper.shift.unsqueeze(-1) - helper.shift.unsqueeze(-2)
-        scale = self._scale(matrix, helper)
-        return difference, difference.abs() > merge_tolerance(matrix.dtype) * scale
+        return differences(state.shift, self._scale(tensors, state))
 
-    def _scale(self, matrix: Tensor, helper: Helper) -> Tensor:
+    def _scale(self, tensors: Tensors, state: State) -> Tensor:
         """`‖A‖` in the spectral norm, `(*, 1, 1)`: what eigenvalues are rounded against."""
-        shift, spread = helper.shift, helper.spread
-        if spread.shape[-1] == 0:
-            return largest_modulus(matrix, shift)
-        # The largest eigenvalue in modulus is at one end of the spectrum or the other.
-        top = shift[..., :1]
-        return torch.maximum(top.abs(), spread.amax(-1, keepdim=True) - top).unsqueeze(-1)
+        shift, kept = state.shift, state.kept
+        if not isinstance(kept, Basis):
+            return largest_modulus(tensors[0], shift)
+        values = (shift if shift.shape[-1] == 1 else shift[..., :1]) - kept.spread
+        return torch.linalg.vector_norm(values, math.inf, -1, keepdim=True).unsqueeze(-1)
+
+
+def differences(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`λⱼ − λᵢ` of eigenvalues `(*, k)`, and which of them are not rounding of `scale`."""
+    difference = values.unsqueeze(-1) - values.unsqueeze(-2)
+    return difference, difference.abs() > merge_tolerance(values.dtype) * scale
 
 
 def largest_modulus(A: Tensor, values: Tensor) -> Tensor:
@@ -110,7 +120,7 @@ class EigenConditions(NamedTuple):
     values: Tensor  # (*, k)
     d_values: Tensor | None  # (*, k), incoming gradient of the values
     symmetric: bool
-    helper: Helper
+    state: State
 
     def tangent_solve(self, v: Tensor | None) -> Tensor:
         """`z` for the incoming gradient `v` of the vectors, and that of the values."""
@@ -127,7 +137,7 @@ class EigenConditions(NamedTuple):
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)
                 coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
                 shift = shift + 0.5 * (coupling + coupling.mT)
-        z = tangent_solve(_ShiftedSystem(), v, y, self.A, shift, self.helper)
+        z = tangent_solve(_ShiftedSystem(), v, y, (self.A,), shift, self.state)
         return z if along is None else z + along
 
     def _bordered_solve(self, v: Tensor | None) -> Tensor:
@@ -138,7 +148,9 @@ class EigenConditions(NamedTuple):
         the eigenvalue is not simple, there is no derivative, and zero is returned.
         """
         if plain(self.A) and not torch.is_grad_enabled():
-            w = dominant_solve(self.A, self.values, self.y, v, self.d_values, self.helper.gap)
+            kept, gap = self.state.kept, self.state.gap
+            rate = float(kept.ratio.amax()) if isinstance(kept, Rate) else rate_of(gap, self.values)
+            w = dominant_solve(self.A, self.values, self.y, v, self.d_values, gap, rate)
             if w is not None:
                 return w
         v = torch.zeros_like(self.y) if v is None else v
@@ -163,10 +175,23 @@ class EigenConditions(NamedTuple):
         alpha = ((self.y * p).sum(-1, keepdim=True) - target) / torch.where(along == 0, 1, along)
         return torch.where(repeated, 0, p - alpha * q)
 
-    def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        if not needs[0]:
-            return (None,)
-        return (symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y,)
+    def gradients(self, rule: Gradient, v: Tensor | None) -> Tensor:
+        """The gradient of `A`, given those of the vectors, or None, and of the values."""
+        if isinstance(rule, Implicit):
+            z = self.tangent_solve(v)
+            return symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y
+        # One vector at a time. The value is yᵀAy, whatever rule y is differentiated by.
+        A, y, d_values = self.A, self.y, self.d_values
+        v = torch.zeros_like(y) if v is None else v
+        dA = torch.zeros_like(A)
+        if d_values is not None:
+            weighted = d_values.unsqueeze(-1)
+            v = v + weighted * (y @ A + y @ A.mT)
+            dA = (weighted * y).mT @ y
+        for j, column in enumerate(self.columns()):
+            (term,) = rule.pullback(column, v[..., j, :], (True,))
+            dA = dA if term is None else dA + term
+        return dA
 
     def columns(self) -> list[ColumnConditions]:
         """The same for one vector at a time, as the paper's rules want it."""
@@ -289,3 +314,46 @@ def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
         ]
     stacked = torch.stack(rows)
     return stacked.reshape(*batch, *stacked.shape[1:])
+
+
+def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor], Tensor]:
+    """Newton's step for eigenvectors as rows `(*, k, n)`, from a solution for `fixed`."""
+    S, shift = symmetric_part(A), found.multiplier
+    if isinstance(found.kept, Basis):
+        rows, spread = found.kept
+        values, vectors = shift[..., :1] - spread, rows.mT
+    else:
+        values, vectors = torch.linalg.eigh(symmetric_part(fixed))
+    rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
+    scale = values.abs().amax(-1)[..., None, None]
+    apart = rise.abs() > merge_tolerance(A.dtype) * scale
+    inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
+    # Vectors with one eigenvalue move together: the span has derivatives, each of them has not.
+    linked = ~differences(shift, scale)[1]
+
+    def step(y: Tensor) -> Tensor:
+        image = y @ S
+        rest = image - torch.where(linked, image @ y.mT, 0) @ y
+        y = y + ((rest @ vectors) * inverse) @ vectors.mT
+        # Newton's step towards orthonormal rows, which are off by the square of the last step.
+        return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
+
+    return step
+
+
+def general_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor], Tensor]:
+    """The same for the dominant eigenvector of a matrix that is not symmetric."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    matrix = lifted(fixed, found.multiplier, found.value, size_of(fixed))
+    # The matrix is singular where the eigenvalue is not simple, and there is no derivative.
+    singular = torch.linalg.lu_factor_ex(matrix).info != 0
+    matrix = torch.where(singular[..., None, None], eye, matrix)
+
+    def step(y: Tensor) -> Tensor:
+        image = y @ A.mT
+        rest = image - (image * y).sum(-1, keepdim=True) * y
+        # The part of the step along y changes its length alone.
+        y = y + torch.linalg.solve(matrix, rest.mT).mT
+        return y / norm(y).unsqueeze(-1)
+
+    return step

@@ -1,0 +1,284 @@
+"""How a solve on tensors meets automatic differentiation: one opaque operator, one `Function`.
+
+No single mechanism of PyTorch gives everything. An operator with a registered derivative breaks
+`torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. What works for all of them is an
+operator without derivatives, called inside a `Function` whose backward pass is made of
+differentiable operations. Loops that depend on data, warnings and checks live inside the operator.
+In eager mode the solver is called directly, because the dispatch of an operator takes time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf.gradients import Gradient
+from pmaf.linalg.roundings import OutOfRangeError
+from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.text import decode, encode
+from pmaf.runtime.threads import OneThread
+from pmaf.solution import announce, warn_of_gradient
+from pmaf.solvers import Outcome, Solver
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept
+
+
+def attach(
+    problem: Any,
+    init: Tensor | None,
+    solver: Solver,
+    gradient: Gradient,
+    report: bool,
+    throw: bool,
+) -> Outcome:
+    """Solve a problem of one or two tensors, differentiably in them."""
+    tensors = problem.tensors
+    aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
+    # A trace must not see tensors inside of an argument.
+    posed = problem if aside is not None else problem.bare()
+    found: Any = Solve.apply(
+        *(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside
+    )
+    if aside:
+        return aside[0]._replace(value=found[0], multiplier=found[1])
+    return Outcome.of(found[:6])
+
+
+def attach_found(
+    outcome: Outcome, A: Tensor, problem: Any, solver: Solver, gradient: Gradient
+) -> tuple[Tensor, Tensor]:
+    """Attach a gradient to what was found for a tensor, in eager mode; `problem` is without it."""
+    found: Any = Solve.apply(A, None, None, problem, solver, gradient, False, False, [outcome])
+    return found[0], found[1]
+
+
+def solve_opaquely(
+    problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool
+) -> Outcome:
+    """The same by the operator alone, without derivatives."""
+    tensors = (*problem.tensors, None)[:2]
+    texts = problem.encoded(), encode(solver)
+    return _outcome(problem, solver, torch.ops.pmaf.solve(*tensors, init, *texts, report, throw))
+
+
+def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool) -> Outcome:
+    """Let the solver solve, and say what did not converge."""
+    first = problem.first
+    if init is not None:
+        errors.require_finite(init=(init, problem.start_dims))
+    with full_precision(first.device), OneThread(first):
+        outcome = problem.finished(problem.solved_by(solver, init, report))
+    if not (solver.always_converges and problem.symmetric):
+        announce(outcome, solver, throw)
+    return outcome
+
+
+@torch.library.custom_op(
+    "pmaf::solve",
+    mutates_args=(),
+    schema="(Tensor first, Tensor? second, Tensor? init, str problem, str solver, bool report, "
+    "bool throw) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _solve_op(
+    first: Tensor,
+    second: Tensor | None,
+    init: Tensor | None,
+    problem: str,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    method: Solver = decode(solver)
+    posed = decode(problem).with_tensors(*_given(first, second))
+    try:
+        outcome = find(posed, init, method, report, throw)
+    except OutOfRangeError as found:
+        outcome = find(posed.divided(found.unit), init, method, report, throw)
+        outcome = posed.multiplied(outcome, found.unit)
+    return _owned(outcome, method.keeps(posed))
+
+
+def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
+    """The tensors of an outcome, contiguous, none of which shares memory with another.
+
+    The outputs of an operator may not share memory, neither with each other nor with its
+    inputs, and a compiler may write into them: so they must not be remembered tensors either.
+    Solvers make what is large, an eigenbasis or a factor, for the outcome alone; everything else
+    is cloned. What the fake kernel does not know of is left out.
+    """
+    kept = outcome.kept
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]
+    large: list[Tensor] = []
+    if isinstance(kept, kind) and isinstance(kept, Basis):
+        large = [kept.rows.contiguous(), kept.spread.clone()]
+    elif isinstance(kept, kind) and isinstance(kept, Factor):
+        large = [kept.lower.contiguous()]
+    return *copies, *large, *(copies[0].new_empty(0) for _ in range(2 - len(large)))
+
+
+@_solve_op.register_fake
+def _solve_fake(
+    first: Tensor,
+    second: Tensor | None,
+    init: Tensor | None,
+    problem: str,
+    solver: str,
+    report: bool,
+    throw: bool,
+) -> tuple[Tensor, ...]:
+    posed = decode(problem).with_tensors(*_given(first, second))
+    batch, n, vectors = posed.batch_shape, posed.n, posed.vectors
+    row = first.new_empty(batch)
+    kind = decode(solver).keeps(posed)
+    held: list[Tensor] = []
+    if kind is Basis:
+        rows = (*posed.basis_batch, posed.rank)
+        held = [first.new_empty((*rows, n)), first.new_empty(rows)]
+    elif kind is Factor:
+        held = [first.new_empty((*batch, n, n))]
+    return (
+        first.new_empty((*batch, *vectors, n)),
+        first.new_empty((*batch, *vectors)),
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row, dtype=torch.int64),
+        torch.empty_like(row, dtype=torch.bool),
+        *held,
+        *(first.new_empty(0) for _ in range(2 - len(held))),
+    )
+
+
+@_solve_op.register_vmap
+def _solve_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    *tensors, problem, solver, report, throw = args
+    axes, bare = list(in_dims[:3]), decode(problem)
+    if axes[0] is None:
+        solver = encode(decode(solver).for_shared_matrix())
+    if axes[0] is None and axes[1] is None:
+        # Mapped over init alone: the problem is the same one each time.
+        last = 0 if tensors[1] is None else 1
+        tensors[last] = tensors[last].expand(info.batch_size, *tensors[last].shape)
+        axes[last] = 0
+    own = (*(*bare.inputs.values(), 0)[:2], bare.start_dims)
+    rank = max(
+        x.dim() - dims - (axis is not None)
+        for x, axis, dims in zip(tensors, axes, own)
+        if x is not None
+    )
+
+    def lead(x: Tensor | None, axis: int | None, dims: int) -> Tensor | None:
+        """Move the mapped dimension to the front of all batch dimensions."""
+        if x is None or axis is None:
+            return x
+        x = x.movedim(axis, 0)
+        missing = rank - (x.dim() - dims - 1)
+        return x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
+
+    first, second, init = (lead(x, axis, dims) for x, axis, dims in zip(tensors, axes, own))
+    assert first is not None
+    posed = bare.with_tensors(*_given(first, second))
+    outputs = torch.ops.pmaf.solve(first, second, init, problem, solver, report, throw)
+    kind = decode(solver).keeps(posed)
+    mapped = kind is Factor or (kind is Basis and len(posed.basis_batch) == len(posed.batch_shape))
+    held = tuple(0 if mapped and x.numel() and x.dim() > 1 else None for x in outputs[6:])
+    return outputs, (*(0,) * 6, *held)
+
+
+class Solve(torch.autograd.Function):
+    """The differentiable solve."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        first: Tensor,
+        second: Tensor | None,
+        init: Tensor | None,
+        problem: Any,
+        solver: Solver,
+        gradient: Gradient,
+        report: bool,
+        throw: bool,
+        aside: list[Outcome] | None,
+    ) -> tuple[Tensor, ...]:
+        if aside is None:
+            texts = problem.encoded(), encode(solver)
+            return torch.ops.pmaf.solve(first, second, init, *texts, report, throw)
+        if not aside:
+            aside.append(find(problem, init, solver, report, throw))
+        # What is not differentiated does not have to pass through the node.
+        return aside[0].value.contiguous(), aside[0].multiplier
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        first, second, _, ctx.problem, solver, ctx.gradient, _, _, aside = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.doubtful = None
+        if aside:
+            found = aside[0]
+            # A search by products that has not converged may have no digits of the solution.
+            ctx.doubtful = found.converged.logical_not() if solver.matrix_free else None
+        else:
+            found = _outcome(ctx.problem, solver, output)
+        ctx.kind = type(found.kept)
+        kept = (*found.kept, None, None)[:2]
+        ctx.save_for_backward(first, second, output[0], output[1], found.gap, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        v, d_multiplier = grads[:2]
+        if v is None and d_multiplier is None:
+            return (None,) * 9
+        if ctx.doubtful is not None:
+            warn_of_gradient(ctx.doubtful)
+        first, second, y, multiplier, gap, *kept = ctx.saved_tensors
+        tensors, problem = _given(first, second), ctx.problem
+        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
+        needs = ctx.needs_input_grad[: len(tensors)]
+        with full_precision(first.device), OneThread(first):
+            found = problem.gradients(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
+        summed = (
+            dx if dx is None or dx.shape == x.shape else dx.sum_to_size(x.shape)
+            for dx, x in zip(found, tensors)
+        )
+        return *(*summed, None)[:2], *(None,) * 7
+
+
+class _Positional(inspect.Signature):
+    """A signature of arguments that are all given, in order.
+
+    `Function.apply` binds the arguments of each call to the signature of `forward` to fill in
+    defaults. There are none, and binding takes as long as a decomposition of a small matrix.
+    """
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
+class _Bound(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+Solve.forward.__signature__ = _Positional(  # pyright: ignore[reportFunctionMemberAccess]
+    list(inspect.signature(Solve.forward).parameters.values())
+)
+
+
+def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:
+    """What an operator returned, with what was kept as what it is."""
+    kind = solver.keeps(problem)
+    kept = kind(*output[6 : 6 + len(kind._fields)]) if kind in (Basis, Factor) else NOTHING
+    return Outcome.of(output[:6], kept)
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)

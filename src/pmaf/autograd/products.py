@@ -1,0 +1,83 @@
+"""How a solve by products meets automatic differentiation: one `Function` for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.runtime import ranks
+from pmaf.runtime.modes import full_precision
+from pmaf.solution import Backward, announce
+from pmaf.solvers import Outcome, Solver
+
+
+def attach_products(
+    problem: Any, init: Tensor | None, solver: Solver, throw: bool
+) -> tuple[Outcome, Backward]:
+    """Solve a problem that has an operator, differentiably in the tensors it is made of."""
+    tensors = problem.flat
+    mesh = ranks.mesh_of(*tensors)
+    # A product of a DTensor and a plain tensor is an error: none of them is spread, or all are.
+    tensors = [ranks.replicate(x, mesh) for x in tensors]
+    report = Backward()
+    fixed = problem.with_flat([x.detach() for x in tensors])
+    found: Any = _SolveByProducts.apply(fixed, solver, init, throw, report, *tensors)
+    return Outcome.of(found), report
+
+
+class _SolveByProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        problem: Any,
+        solver: Solver,
+        init: Tensor | None,
+        throw: bool,
+        report: Backward,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with full_precision(problem.device):
+            outcome, seen = solver.solve_by_products(problem, init)
+            outcome = problem.finished(outcome)
+        announce(outcome, solver, throw)
+        ctx.problem, ctx.seen, ctx.solver, ctx.report = problem, seen, solver, report
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(outcome.value, outcome.multiplier, *tensors)
+        ctx.mark_non_differentiable(*outcome[2:6])
+        return tuple(outcome[:6])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        v, d_multiplier = grads[:2]
+        needs = ctx.needs_input_grad[5:]
+        found: Sequence[Tensor | None] = [None for _ in needs]
+        if any(needs) and not (v is None and d_multiplier is None):
+            y, multiplier, *_ = ctx.saved_tensors
+            with torch.no_grad(), full_precision(ctx.problem.device):
+                found = ctx.problem.gradients_by_products(
+                    ctx.seen, y, multiplier, v, d_multiplier, ctx.solver, ctx.report, needs
+                )
+        return *(None,) * 5, *first_order(found)
+
+
+def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that say so when they are differentiated again, which they cannot be."""
+    if not torch.is_grad_enabled():
+        return list(gradients)
+    return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the gradient of a solve by products cannot be differentiated again; "
+            "for second derivatives pass A as a dense tensor"
+        )

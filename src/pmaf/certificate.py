@@ -1,0 +1,173 @@
+"""Evidence that a solution is one: by decomposition, or by products alone.
+
+Certificates by products come from searches that start elsewhere than the solver did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.krylov.search import search
+from pmaf.krylov.tasks import Largest, unit_rows
+from pmaf.linalg import sphere
+from pmaf.linalg.products import dot, long_norm, norm, one_if_zero, symmetric_part
+from pmaf.linalg.symmetric_part import fixed_rows
+from pmaf.operators.rows import Rows, rows_of
+from pmaf.runtime import ranks
+from pmaf.solution import Certificate
+from pmaf.solvers.krylov import Krylov, search_eigenvectors
+from pmaf.solvers.krylov_minimum import posed
+
+
+def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate:
+    """Checked by products, and by a second search, beside the vectors given.
+
+    `optimality` is by how much the eigenvalues exceed the largest that is found there,
+    relative to the matrix, and zero if they do: what another start does not bring to light
+    is taken not to be there.
+    """
+    tensors = [x.detach() for x in problem.flat]
+    mesh = ranks.mesh_of(*tensors)
+    A = problem.with_flat([ranks.replicate(x, mesh) for x in tensors]).A
+    rows = Rows(A if problem.largest else -A, problem.batch_shape)
+    rows.require_transposes(0.0)
+    y = ranks.whole(value.detach()).to(A.dtype)
+    y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.width, problem.n)
+    exact = rows.of_symmetric_part if problem.symmetric else rows
+    start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
+    # All three measures are relative; in these units nothing over- or underflows.
+    unit = rows.unit(exact(start))[:, None, None]
+
+    def product(x: Tensor) -> Tensor:
+        return exact(x) / unit
+
+    image = product(y)
+    values = dot(y, image) / one_if_zero(dot(y, y))
+    basis = unit_rows(y) if problem.width == 1 else torch.linalg.qr(y.mT).Q.mT
+
+    def beside(x: Tensor) -> Tensor:
+        return torch.baddbmm(x, torch.bmm(x, basis.mT), basis, alpha=-1)
+
+    # On the span of the vectors given, the map below acts as their smallest eigenvalue, so that
+    # a larger eigenvalue of the map lies outside of the span.
+    lowest = values.amin(-1)[:, None, None]
+
+    def elsewhere(x: Tensor) -> Tensor:
+        rest = beside(x)
+        return beside(product(rest)) + lowest * (x - rest)
+
+    scale = values.abs().amax(-1)
+    surplus = torch.zeros_like(scale)
+    if problem.width < problem.n:
+        solver = Krylov(tolerance=torch.finfo(A.dtype).eps ** 0.5)
+        other = search_eigenvectors(elsewhere, start, 1, problem.symmetric, solver, rows)
+        scale = torch.maximum(scale, other.scale)
+        # A pair of complex eigenvalues does not converge, but its modulus is known.
+        best = other.values[:, 0] if problem.symmetric else other.scale
+        known = lowest[:, 0, 0] if problem.symmetric else lowest[:, 0, 0].abs()
+        surplus = (known - best).clamp_max(0)
+    scale = one_if_zero(scale)
+    eye = torch.eye(problem.width, dtype=y.dtype, device=y.device)
+    found = Certificate(
+        feasibility=(y @ y.mT - eye).abs().amax((-2, -1)),
+        stationarity=long_norm(image - values.unsqueeze(-1) * y).amax(-1) / scale,
+        optimality=surplus / scale,
+    )
+    return ranks.replace_tensors(found, lambda x: x.reshape(problem.batch_shape))
+
+
+def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
+    """Checked by products; the ends of the spectrum of the curvature by searches of their own."""
+    batch, n = problem.batch_shape, problem.n
+    tensors = [x.detach() for x in problem.flat]
+    mesh = ranks.mesh_of(*tensors)
+    problem = problem.with_flat([ranks.replicate(x, mesh) for x in tensors])
+    problem, y = problem.on_the_unit_sphere(ranks.whole(value.detach()))
+    seen = rows_of(problem)
+    seen.require_transposes(0.0)
+    product, g = posed(problem, seen)
+    y = y.reshape(seen.entries, 1, n)
+    unit = seen.unit(torch.cat([product(y), g], -2))[:, None, None]
+    g = g / unit
+
+    def curvature(x: Tensor) -> Tensor:
+        return product(x) / unit
+
+    force = g - curvature(y)
+    length = long_norm(y)
+    multiplier = (dot(y, force) / length.square()).squeeze(-1)
+    along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
+    random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
+
+    def extreme(sign: float) -> Tensor:
+        return sign * search(
+            lambda x: sign * curvature(x),
+            random,
+            Largest(1),
+            size=Krylov().size(n),
+            tolerance=torch.finfo(y.dtype).eps ** 0.75,
+            limit=Krylov().max_products,
+            symmetric=True,
+            agreed=seen.agreed,
+        ).values.squeeze(-1)
+
+    high, low = extreme(1.0), extreme(-1.0)
+    top = torch.maximum(high.abs(), low.abs())
+    top = torch.where(top > 0, top, 1)
+    found = Certificate(
+        feasibility=(length.squeeze(-1) - 1).abs(),
+        stationarity=along / (top + long_norm(g).squeeze(-1)),
+        optimality=(multiplier + low) / top,
+    )
+    return ranks.replace_tensors(found, lambda x: x.reshape(batch))
+
+
+def certify_minimum(problem: Any, value: Tensor) -> Certificate:
+    """Checked against all eigenvalues of the curvature, in float64.
+
+    Works on the problem on the unit sphere, in units in which nothing over- or underflows; all
+    three measures are relative.
+    """
+    wide = problem.with_tensors(*(x.double() for x in problem.tensors))
+    wide, y = wide.on_the_unit_sphere(value.double())
+    force = wide.force(y, *wide.tensors)
+    length = norm(y)
+    multiplier = dot(y, force) / length.square()
+    low, high, scale = wide.curvature_range()
+    top = torch.maximum(low.abs(), high.abs())
+    return Certificate(
+        feasibility=(length - 1).abs(),
+        stationarity=norm(sphere.tangent(sphere.project(y), force)) / one_if_zero(scale),
+        optimality=(multiplier + low) / one_if_zero(top),
+    )
+
+
+def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
+    """Checked against all eigenvalues, in float64."""
+    A = problem.A.double()
+    # All three measures are relative; in these units nothing over- or underflows.
+    unit = A.abs().amax((-2, -1), keepdim=True)
+    A = A / torch.where(unit > 0, unit, torch.ones_like(unit))
+    A = symmetric_part(A) if problem.symmetric else A
+    Y = (value.unsqueeze(-1) if problem.k is None else value).double()
+    size = torch.linalg.matrix_norm(A)
+    size = torch.where(size == 0, torch.ones_like(size), size)
+    image = A @ Y
+    values = (Y * image).sum(-2) / (Y * Y).sum(-2)
+    eye = torch.eye(problem.width, dtype=A.dtype, device=A.device)
+    if problem.symmetric:
+        exact = torch.linalg.eigvalsh(A)
+        exact = exact[..., -problem.width :] if problem.largest else exact[..., : problem.width]
+        surplus = values.sort(-1).values - exact
+        surplus = surplus if problem.largest else -surplus
+    else:
+        surplus = values.abs() - torch.linalg.eigvals(A).abs().amax(-1, keepdim=True)
+    return Certificate(
+        feasibility=(Y.mT @ Y - eye).abs().amax((-2, -1)),
+        stationarity=torch.linalg.vector_norm(image - Y * values.unsqueeze(-2), dim=-2).amax(-1)
+        / size,
+        optimality=surplus.amin(-1) / size,
+    )

@@ -1,0 +1,202 @@
+"""Gradients of solutions that were found by products, by products again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.gradients.eigenvectors import differences
+from pmaf.operators.rows import Rows
+from pmaf.runtime import ranks
+from pmaf.solvers import Krylov, Solver
+from pmaf.tangent.general import gmres
+from pmaf.tangent.residuals import Product, conjugate_residuals
+
+_KRYLOV = Krylov()
+
+
+def eigenvector_gradients(
+    problem: Any,
+    seen: Rows,
+    y: Tensor,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    solver: Solver,
+    report: Any,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Gradients of what the operator is made of, for eigenvectors `(*, k, n)`."""
+    k = problem.width
+    y, values = y.reshape(seen.entries, k, -1), seen.values
+    assert values is not None
+    v = None if v is None else v.reshape(y.shape)
+    # Gradients of the eigenvalues in the units of the search.
+    d_values = None if d_values is None else seen.back(d_values.reshape(values.shape))
+    solve = _tangent if problem.symmetric else _bordered
+    z = solve(seen, values, y, v, d_values, _options(solver), report)
+    left, right = z, y
+    if problem.symmetric and not seen.A.symmetric:
+        # The problem is that of the symmetric part, whatever the operator is.
+        left, right = 0.5 * torch.cat([z, y], -2), torch.cat([y, z], -2)
+    return seen.pull_back(seen.lift(left), seen.lift(right), needs)
+
+
+def _tangent(
+    seen: Rows,
+    values: Tensor,
+    y: Tensor,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    options: Krylov,
+    report: Any,
+) -> Tensor:
+    """`z` such that the gradient is that of `Σ zᵀAy`, for a symmetric matrix."""
+    along = None if d_values is None else d_values.unsqueeze(-1) * y
+    if v is None:
+        assert along is not None
+        return along
+    solved = conjugate_residuals(
+        seen.of_symmetric_part,
+        values,
+        y,
+        v,
+        scale=seen.scale,
+        limit=options.max_products,
+        agreed=seen.agreed,
+    )
+    report.fill(solved.residual, solved.products, solved.converged)
+    z = solved.rows
+    if y.shape[1] > 1:
+        # Rounding is that of the largest eigenvalue seen, which need not be among the wanted.
+        difference, apart = differences(values, seen.scale[:, None, None])
+        inside = torch.bmm(v, y.mT)
+        # Both the numerator and the denominator change sign with the order of a pair.
+        half = 0.5 * (inside - inside.mT) / torch.where(apart, difference, 1)
+        z = z + torch.bmm(torch.where(apart, half, 0), y)
+    return z if along is None else z + along
+
+
+def _bordered(
+    seen: Rows,
+    values: Tensor,
+    y: Tensor,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    options: Krylov,
+    report: Any,
+) -> Tensor:
+    """The same for a general matrix: `(λI − Aᵀ)z = v − y(yᵀv)` with `yᵀz` given."""
+    along = torch.zeros_like(y) if d_values is None else d_values.unsqueeze(-1) * y
+    right = torch.zeros_like(y) if v is None else v
+    if d_values is not None:
+        # Not the image of `along`, which may leave the range in the units of the search.
+        right = right + d_values.unsqueeze(-1) * seen.transposed(y)
+    solved = gmres(
+        seen.transposed,
+        values,
+        y,
+        right,
+        scale=seen.scale,
+        depth=options.size(y.shape[-1]),
+        limit=options.max_products,
+        agreed=seen.agreed,
+    )
+    report.fill(solved.residual, solved.products, solved.converged)
+    return along + solved.rows
+
+
+def least_squares_gradients(
+    problem: Any,
+    seen: Rows,
+    y: Tensor,
+    multiplier: Tensor,
+    v: Tensor | None,
+    d_multiplier: Tensor | None,
+    solver: Solver,
+    report: Any,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Gradients of what the operator is made of, and of `b`."""
+    b = problem.b
+    y, z = _minimum_tangent(seen.gram, seen, y, multiplier, v, d_multiplier, solver, report)
+    y, z = seen.lift(y), seen.lift(z)
+    image, along = seen.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
+    rest = image - b.reshape(image.shape)
+    left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)
+    db = ranks.alike(along.reshape(b.shape), b) if needs[-1] else None
+    return [*seen.pull_back(left, right, needs[:-1]), db]
+
+
+def declared_gradients(
+    problem: Any,
+    seen: Rows,
+    y: Tensor,
+    multiplier: Tensor,
+    v: Tensor | None,
+    d_multiplier: Tensor | None,
+    solver: Solver,
+    report: Any,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Gradients of all tensors, for a problem that declares its force and its curvature."""
+    shape = y.shape
+    _, z = _minimum_tangent(
+        seen.curvature_of(problem), seen, y, multiplier, v, d_multiplier, solver, report
+    )
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(problem.flat, needs)]
+    u, z = (ranks.replicate(x.reshape(shape), seen.mesh) for x in (y, z))
+    with torch.enable_grad():
+        posed = problem.with_flat(leaves)
+        force = posed.force(u, *posed.tensors)
+        wanted = [x for x, need in zip(leaves, needs) if need]
+        found = iter(torch.autograd.grad(force, wanted, z, allow_unused=True))
+    parts = [next(found) if need else None for need in needs]
+    return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(parts, problem.flat)]
+
+
+def _minimum_tangent(
+    curvature: Product,
+    seen: Rows,
+    y: Tensor,
+    multiplier: Tensor,
+    v: Tensor | None,
+    d_multiplier: Tensor | None,
+    solver: Solver,
+    report: Any,
+) -> tuple[Tensor, Tensor]:
+    """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
+
+    `MinimumConditions.gradients` says what the gradient of the multiplier adds.
+    """
+    y = y.reshape(seen.entries, 1, -1)
+    v = torch.zeros_like(y) if v is None else v.reshape(y.shape)
+    along = None if d_multiplier is None else d_multiplier.reshape(-1, 1, 1) * y
+    if along is not None:
+        v = v - curvature(along)
+    kept = seen.by_entries
+    solved = conjugate_residuals(
+        lambda x: -curvature(x),
+        multiplier.reshape(-1, 1),
+        y,
+        v if kept is None else torch.where(kept.mask[:, None, None], 0, v),
+        scale=seen.scale,
+        limit=_options(solver).max_products,
+        agreed=seen.agreed,
+    )
+    z, residual, converged = solved.rows, solved.residual, solved.converged & seen.unique
+    if kept is not None:
+        exact = (x.to(y.dtype) if x.is_floating_point() else x for x in kept.tangent(v))
+        z, residual, converged = (
+            torch.where(kept.mask.reshape(-1, *(1,) * (x.dim() - 1)), x, other)
+            for x, other in zip(exact, (z, residual, converged))
+        )
+    report.fill(residual, solved.products, converged)
+    return y, z if along is None else z + along
+
+
+def _options(solver: Solver) -> Krylov:
+    """How many products a backward pass may take."""
+    return solver if isinstance(solver, Krylov) else _KRYLOV

@@ -1,0 +1,535 @@
+"""What a layer declares, and the one way from a problem to a solution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf.autograd.attach import attach
+from pmaf.autograd.forward_mode import forward, require_forward
+from pmaf.autograd.products import attach_products
+from pmaf.certificate import certify_minimum, certify_minimum_by_products
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.by_products import declared_gradients
+from pmaf.gradients.minimum import MinimumConditions
+from pmaf.linalg import sphere
+from pmaf.linalg.products import dot, norm, symmetric_part
+from pmaf.linalg.roundings import OutOfRangeError
+from pmaf.operators import Operator, as_operator
+from pmaf.operators.base import known_by_products
+from pmaf.operators.rows import Rows
+from pmaf.runtime import ranks
+from pmaf.runtime.modes import forward_mode, full_precision, require_eager
+from pmaf.runtime.text import Named, encode_options
+from pmaf.runtime.threads import OneThread
+from pmaf.solution import Backward, Certificate, Solution, announce
+from pmaf.solvers import Outcome, Solver
+from pmaf.solvers.auto import SECULAR, best_minimum
+from pmaf.solvers.base import Minimum, has_form
+from pmaf.tangent.basis import TangentSolver
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import Basis, Factor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(Named):
+    """A minimum of `f(u) = ½uᵀMu − gᵀu` on the unit sphere, one per batch entry.
+
+    A subclass is a frozen dataclass with `eq=False`. Its first fields are one or two tensors, or
+    operators, named in `inputs` with the number of dimensions of one batch entry; all other
+    fields are options that have a literal. It declares
+
+    * `force(u, *inputs)`, which is `−∇f(u) = g − Mu` for `u` of shape `(*, n)`;
+    * `curvature(rows)`, which is `M` times rows `(*, p, n)`.
+
+    The multiplier `uᵀ force(u)`, the certificate, both modes of differentiation to any order, the
+    search by products, batches, traces and transforms follow. What has a shorter way for one
+    problem, such as `gradients`, may be overridden.
+    """
+
+    inputs: ClassVar[dict[str, int]] = {}
+    form: ClassVar[type] = Minimum
+    # The power of the inputs that multiplier and gap are proportional to, if they are.
+    degree: ClassVar[int | None] = None
+    # Whether the solution is that of a symmetric matrix, of which some solvers are certain.
+    symmetric = True
+
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        """`−∇f(u)`, `(*, n)`."""
+        raise NotImplementedError(f"{type(self).__name__} declares no force")
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        """`∇²f` times rows `(*, p, n)`."""
+        raise NotImplementedError(f"{type(self).__name__} declares no curvature")
+
+    # What the problem is made of.
+
+    def __post_init__(self) -> None:
+        first, *others = self.inputs
+        for name, dims in self.inputs.items():
+            x = getattr(self, name)
+            if dims == 2 and known_by_products(x):
+                object.__setattr__(self, name, as_operator(x))
+            elif dims == 2:
+                errors.require_matrix(name, x)
+            else:
+                errors.require_vector(name, x, "n")
+        A = getattr(self, first)
+        for name in others:
+            x = getattr(self, name)
+            errors.require_alike(first, A, name, x)
+            errors.require_broadcast(first, self._batch_of(first), name, self._batch_of(name))
+
+    def _batch_of(self, name: str) -> torch.Size:
+        shape = getattr(self, name).shape
+        return shape[: len(shape) - self.inputs[name]]
+
+    @property
+    def first(self) -> Any:
+        """The first of the inputs."""
+        return getattr(self, next(iter(self.inputs)))
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The inputs, tensors or operators."""
+        return tuple(getattr(self, name) for name in self.inputs)
+
+    @property
+    def operator(self) -> Operator | None:
+        """The first of the inputs that is an operator, if any is."""
+        return next((x for x in self.tensors if isinstance(x, Operator)), None)
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """All tensors, those that operators are made of included."""
+        parts = (x.tensors if isinstance(x, Operator) else (x,) for x in self.tensors)
+        return [x for part in parts for x in part]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The first input as a dense tensor, which an operator is not."""
+        found = self.first
+        assert isinstance(found, Tensor)
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.first.device
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        first, *others = (self._batch_of(name) for name in self.inputs)
+        # `broadcast_shapes` takes longer than anything else that is asked of a small problem.
+        if all(other == first for other in others):
+            return first
+        return torch.broadcast_shapes(first, *others)
+
+    @property
+    def n(self) -> int:
+        return self.first.shape[-1]
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """How many vectors a solver returns, `(k,)`, or `()` for one without a dimension for it."""
+        return ()
+
+    @property
+    def rank(self) -> int:
+        """How many eigenvectors a basis of the curvature has."""
+        return self.n
+
+    @property
+    def basis_batch(self) -> torch.Size:
+        """The batch of such a basis."""
+        return self.batch_shape
+
+    @property
+    def start_dims(self) -> int:
+        """Dimensions of one start, as the solvers take it."""
+        return 1
+
+    def with_tensors(self, *tensors: Any) -> Any:
+        """The same problem with other inputs, which are not checked again."""
+        return self.changed(**dict(zip(self.inputs, tensors)))
+
+    def changed(self, **others: Any) -> Any:
+        """The same problem with other values of some fields, which are not checked again."""
+        other = object.__new__(type(self))
+        for field in fields(self):
+            name = field.name
+            object.__setattr__(other, name, others[name] if name in others else getattr(self, name))
+        return other
+
+    def bare(self) -> Any:
+        """The problem without its inputs."""
+        return self.with_tensors(*(None for _ in self.inputs))
+
+    def with_flat(self, tensors: Sequence[Tensor]) -> Any:
+        """The same problem with other tensors, in the order of `flat`."""
+        left = iter(tensors)
+        return self.with_tensors(
+            *(
+                x.with_tensors([next(left) for _ in x.tensors])
+                if isinstance(x, Operator)
+                else next(left)
+                for x in self.tensors
+            )
+        )
+
+    @classmethod
+    def read(cls, options: dict[str, Any]) -> Any:
+        bare = object.__new__(cls)
+        for field in fields(cls):
+            object.__setattr__(bare, field.name, options.get(field.name))
+        return bare
+
+    def encoded(self) -> str:
+        """The class and its options as text; see `pmaf.runtime.text`."""
+        names = (field.name for field in fields(self) if field.name not in self.inputs)
+        options = {name: getattr(self, name) for name in names}
+        return encode_options(
+            self.kind, {name: x for name, x in options.items() if not isinstance(x, Tensor)}
+        )
+
+    # What is known about it.
+
+    def quadratic(self) -> tuple[Tensor, Tensor]:
+        """`M` as a matrix, `(*, n, n)`, and `g`, `(*, n)`."""
+        like, batch = self.first, self.batch_shape
+        eye = torch.eye(self.n, dtype=like.dtype, device=like.device)
+        M = self.curvature(eye.expand(*batch, self.n, self.n))
+        zero = torch.zeros((*batch, self.n), dtype=like.dtype, device=like.device)
+        return M, self.force(zero, *self.tensors)
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        """`uᵀ force(u)`, `(*,)`."""
+        return dot(u, self.force(u, *self.tensors))
+
+    def on_the_unit_sphere(self, value: Tensor) -> tuple[Any, Tensor]:
+        """The problem and a solution of it, if the sphere is not the unit sphere."""
+        return self, value
+
+    def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The smallest and the largest eigenvalue of `M`, and a scale for residuals."""
+        M, g = self.quadratic()
+        values = torch.linalg.eigvalsh(symmetric_part(M))
+        return values[..., 0], values[..., -1], values.abs().amax(-1) + norm(g)
+
+    def best_solver(self) -> Solver:
+        """What `Auto()` stands for."""
+        return best_minimum(self)
+
+    def certify(self, value: Tensor) -> Certificate:
+        """Evidence about a solution, from the problem and the solution alone."""
+        shape = (*self.batch_shape, self.n)
+        if value.shape != shape:
+            raise ValueError(
+                f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
+            )
+        by_products = self.operator is not None
+        return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
+
+    # How it is differentiated.
+
+    def conditions(self, tensors: tuple[Tensor, ...], y: Tensor, state: State) -> MinimumConditions:
+        """The optimality conditions at a solution, as the gradient rules see them."""
+        return MinimumConditions(self, tensors, y, state)
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs, given those of the solution and of its multiplier."""
+        state = state._replace(shift=state.shift.unsqueeze(-1))
+        return self.conditions(tensors, y, state).gradients(rule, v, d_multiplier, needs)
+
+    def forward_solver(self, solver: Solver) -> Solver:
+        """The solver to use in forward mode, where Newton's steps are taken in an eigenbasis."""
+        return SECULAR if solver.keeps(self) is Factor else solver
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        """Newton's step from a solution of the problem `fixed`, with its linear system."""
+        kept, gap = found.kept, found.gap
+        if not isinstance(kept, Basis):
+            helper = solve(fixed, None, SECULAR, False, False)
+            kept, gap = helper.kept, found.multiplier + (helper.gap - helper.multiplier)
+        assert isinstance(kept, Basis)
+        correct = TangentSolver(*kept, gap, found.value)
+
+        def step(u: Tensor) -> Tensor:
+            force = self.force(u, *self.tensors)
+            return sphere.project(u + correct(sphere.tangent(u, force)))
+
+        return step
+
+    def gradients_by_products(
+        self,
+        seen: Rows,
+        y: Tensor,
+        multiplier: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        solver: Solver,
+        report: Backward,
+        needs: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        """Gradients of `flat`, by products alone."""
+        return declared_gradients(self, seen, y, multiplier, v, d_multiplier, solver, report, needs)
+
+    # From the problem to its solution.
+
+    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        """The problem as solvers take it, a start for it, and what makes a solution of an outcome.
+
+        Solvers compute in float32 or float64, and the unit sphere is the only one they know. What
+        is done here is differentiable.
+        """
+        dtype, problem = self.dtype, self
+        if dtype in _HALF:
+            problem = self.with_flat([x.float() for x in self.flat])
+            init = None if init is None else init.float()
+        return problem, init, lambda outcome: in_dtype(dtype, as_solution(outcome))
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        """What a solver finds for tensors; raises `OutOfRangeError` if other units are needed."""
+        return solver.solve(self, init=init, report=report)
+
+    def finished(self, outcome: Outcome) -> Outcome:
+        """What a solver returned, as it leaves the solve; this is not differentiated."""
+        return outcome
+
+    def divided(self, unit: Tensor) -> Any:
+        """The same problem in other units, if multiplier and gap have a degree in the inputs."""
+        if self.degree is None:
+            raise ValueError(
+                f"squares of the entries of {type(self).__name__} leave the range of "
+                f"{self.dtype}; scale the problem, or use float64"
+            )
+        parts = []
+        for name, x in zip(self.inputs, self.tensors):
+            if isinstance(x, Operator):
+                parts.append(x / float(unit))
+            else:
+                parts.append(x / unit.reshape(*unit.shape, *(1,) * self.inputs[name]))
+        return self.with_tensors(*parts)
+
+    def multiplied(self, found: Any, unit: Tensor) -> Any:
+        """What was found in other units, in the units of the problem."""
+        multiplier, gap = found.multiplier, found.gap
+        column = unit.unsqueeze(-1) if multiplier.dim() > gap.dim() else unit
+        for _ in range(self.degree or 0):
+            multiplier, gap = multiplier * column, gap * unit
+        if isinstance(found, Solution):
+            return in_dtype(self.dtype, replace(found, multiplier=multiplier, gap=gap))
+        kept = found.kept
+        if isinstance(kept, Basis):
+            kept = kept._replace(spread=kept.spread * unit.unsqueeze(-1) ** (self.degree or 0))
+        if isinstance(kept, Factor):
+            kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * (self.degree or 0)))
+        return found._replace(multiplier=multiplier, gap=gap, kept=kept)
+
+    def run(
+        self,
+        solver: Solver,
+        gradient: Gradient,
+        *,
+        init: Tensor | None = None,
+        report: bool = True,
+        throw: bool = False,
+    ) -> Solution:
+        """Solve with a solver, and attach a rule for the gradient; `pmaf.solve` is the way in."""
+        require_rules(self, solver, gradient)
+        if init is not None:
+            self.require_start(init)
+            # The solution does not depend on where the search began, and a start would hold on to
+            # the graph of the step that it comes from.
+            init = init.detach()
+        if self.operator is not None:
+            run: Any = torch.compiler.disable(self._run_products)
+            return run(solver.resolve(self), gradient, init, throw)
+        if any(ranks.is_spread(x) for x in self.tensors):
+            return self._run_parts(solver, gradient, init, report, throw)
+        if 0 in self.batch_shape:
+            return self._empty()
+        try:
+            with OneThread(self.matrix):
+                problem, init, finish = self.reduced(init)
+                return finish(problem._run(solver, gradient, init, report, throw))
+        except OutOfRangeError as found:
+            unit = found.unit
+        other = self.divided(unit)
+        return self.multiplied(
+            other.run(solver, gradient, init=init, report=report, throw=throw), unit
+        )
+
+    def _run(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Outcome:
+        """Solve for tensors in float32 or float64, on the unit sphere."""
+        if isinstance(gradient, Unroll):
+            require_eager("gradient=Unroll()", "gradient=Implicit()", self.matrix)
+            if init is not None:
+                errors.require_finite(init=(init, self.start_dims))
+            with full_precision(self.device):
+                found = self.finished(self.solved_by(solver, init, report))
+            value, multiplier, *others = found.tensors
+            found = Outcome.of((value, multiplier, *(x.detach() for x in others)))
+            announce(found, solver, throw)
+            return found
+        way = solver.resolve(self)
+        if forward_mode(*self.tensors):
+            require_forward(gradient)
+            return forward(self, init, way, report, throw)
+        return attach(self, init, way, gradient, report, throw)
+
+    def _run_products(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
+    ) -> Solution:
+        A, batch = self.operator, self.batch_shape
+        assert A is not None
+        require_products_suffice(A, solver, gradient)
+        if A.batch_shape not in (batch, ()):
+            raise ValueError(
+                f"{A!r} has the batch {tuple(A.batch_shape)} and the problem {tuple(batch)}; "
+                "an operator needs the whole batch, or none"
+            )
+        if 0 in batch:
+            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
+        mesh = ranks.mesh_of(*self.flat)
+        start = None if init is None else ranks.whole(init)
+        problem, start, finish = self.reduced(start)
+        try:
+            outcome, backward = attach_products(problem, start, solver, throw)
+        except OutOfRangeError as found:
+            other = problem.divided(found.unit)
+            outcome, backward = attach_products(other, start, solver, throw)
+            outcome = self.multiplied(outcome, found.unit)
+        solution = replace(finish(outcome), backward=backward)
+        if mesh is None:
+            return solution
+        return ranks.replace_tensors(solution, lambda x: ranks.replicate(x, mesh))
+
+    def _run_parts(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Solution:
+        """Every rank solves the part of the batch that it has."""
+        named: dict[str, tuple[Tensor | None, int]] = {
+            name: (getattr(self, name), dims) for name, dims in self.inputs.items()
+        }
+        named |= self.hints()
+        named["init"] = (init, self.dims_of(init))
+        parts = ranks.Parts(self.batch_shape, named)
+        start = parts.inputs.pop("init", None)
+        mine = replace(self, **parts.inputs)
+        return parts.join_all(mine.run(solver, gradient, init=start, report=report, throw=throw))
+
+    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
+        """Tensors besides the inputs, which get no gradient, and the dimensions of an entry."""
+        return {}
+
+    def dims_of(self, vectors: Tensor | None) -> int:
+        """The dimensions of one batch entry of a start or a reference."""
+        return 1
+
+    def require_start(self, init: Tensor) -> None:
+        """An error unless `init` has the shape of a solution, or broadcasts to it."""
+        first = next(iter(self.inputs))
+        errors.require_vector("init", init, "n")
+        errors.require_alike("init", init, first, self.first)
+        if init.shape[-1] != self.n:
+            raise ValueError(
+                f"init must have shape (*, {self.n}) to start a problem with {first} of shape "
+                f"{errors.shape_of(self.first)}; got {errors.shape_of(init)}"
+            )
+        errors.require_fits("init", init.shape[:-1], self.batch_shape)
+
+    def _empty(self) -> Solution:
+        """The solution of no problems, whose gradients are zero."""
+        total = sum(x.sum() for x in self.tensors)
+        assert isinstance(total, Tensor)
+        value, multiplier = (total + total.new_zeros(shape) for shape in self.shapes)
+        blank = total.detach().new_zeros(self.batch_shape)
+        count = blank.to(torch.int64)
+        return Solution(value, multiplier, blank, blank.clone(), count, count.bool())
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a solution and of its multiplier, as the user sees them."""
+        return (*self.batch_shape, self.n), tuple(self.batch_shape)
+
+
+def as_solution(outcome: Outcome) -> Solution:
+    """An outcome of one vector as the user sees it."""
+    # torch.compile cannot slice a named tuple.
+    value, multiplier, residual, gap, iterations, converged, _ = outcome
+    return Solution(value, multiplier, residual, gap, iterations, converged)
+
+
+def in_dtype(dtype: torch.dtype, found: Solution) -> Solution:
+    if found.value.dtype == dtype:
+        return found
+    return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))
+
+
+def require_rules(problem: Problem, solver: object, gradient: object) -> None:
+    """The solver and the gradient rule suit the problem, and each other."""
+    target = type(problem).__name__
+
+    def suits(kind: type[Solver] | type[Gradient] | Solver | Gradient) -> bool:
+        return any(has_form(problem, form) for form in kind.solves)
+
+    for role, given, kind in (("solver", solver, Solver), ("gradient", gradient, Gradient)):
+        if not (isinstance(given, kind) and suits(given)):
+            hint = "; pass an instance, not the class" if isinstance(given, type) else ""
+            raise TypeError(
+                f"{role}={given!r} does not serve {target}{hint}; "
+                f"choose one of {_choices(kind, suits)}"
+            )
+    if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
+        recordable = _choices(Solver, lambda kind: suits(kind) and kind.unrollable)
+        raise TypeError(
+            f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
+            f"use {recordable}, or gradient=Implicit()"
+        )
+
+
+def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> None:
+    """The solver and the gradient rule need no more than products with `A`."""
+    if not solver.matrix_free:
+        raise TypeError(
+            f"{solver!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Auto() or Krylov()"
+        )
+    if not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"{gradient!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Implicit()"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        raise RuntimeError(
+            f"{A!r} does not go through the transforms of torch.func; give the operator a "
+            "batch instead of vmap, and use torch.autograd"
+        )
+
+
+def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
+    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))
