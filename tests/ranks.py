@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import pmaf
 from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
 from pmaf_lab.experiments.measure import peak_bytes
+from tests.quadratic import SphereQuadratic
 
 F64 = torch.float64
 
@@ -146,7 +147,15 @@ def least_squares_of_zero(mesh: DeviceMesh | None) -> list[Tensor]:
     return least_squares(mesh, 0.0)
 
 
+def declared(mesh: DeviceMesh | None) -> list[Tensor]:
+    """A problem that the library does not know, with an operator that is spread."""
+    X, c = by_rows(randn(53, 12), mesh), randn(12, seed=3).requires_grad_()
+    solution = pmaf.solve(SphereQuadratic(Gram(X, scale=1 / 52), c))
+    return gradients([solution.value, solution.multiplier], [X, c])
+
+
 ROWS = (
+    declared,
     gram,
     gram_three,
     gram_smallest,
@@ -166,6 +175,12 @@ def whole_loss(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     loss = torch.stack([x.pow(3).sum() for x in outputs]).sum()
     found = torch.autograd.grad(loss, leaves)
     return [everywhere(x) for x in (*outputs, *found)]
+
+
+def batch_of_declared(mesh: DeviceMesh | None) -> list[Tensor]:
+    Q, c = by_rows(randn(5, 6, 6), mesh), by_rows(randn(5, 6, seed=2), mesh)
+    solution = pmaf.solve(SphereQuadratic(Q + Q.mT, c))
+    return whole_loss([solution.value, solution.multiplier], [Q, c])
 
 
 def batch_of_matrices(mesh: DeviceMesh | None) -> list[Tensor]:
@@ -193,7 +208,13 @@ def batch_with_one_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
     return whole_loss([pmaf.less(A, b)], [A, b])
 
 
-BATCHES = (batch_of_matrices, batch_with_references, batch_of_problems, batch_with_one_matrix)
+BATCHES = (
+    batch_of_declared,
+    batch_of_matrices,
+    batch_with_references,
+    batch_of_problems,
+    batch_with_one_matrix,
+)
 
 
 def all_cases(mesh: DeviceMesh) -> dict[str, list[Tensor]]:

@@ -24,6 +24,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import pmaf
 from pmaf.gradients import DDN, IFT, Unroll
 from pmaf.solvers import Lanczos, PowerIteration, ProjectedGradient, SimultaneousIteration
+from tests.quadratic import Quadratic
 
 T = torch.float64
 
@@ -173,6 +174,13 @@ PATIENT = ProjectedGradient(regulariser=1e-30, tolerance=0.0, max_iterations=300
 
 COLUMNS = [
     _less("less"),
+    # A problem that the library does not know, declared by its force and its curvature.
+    Column(
+        "declared",
+        Quadratic(),
+        Quadratic,
+        lambda: (_seeded(4, 4, 4), _seeded(4, 4).flip(0)),
+    ),
     replace(_less("less, ProjectedGradient", solver=PATIENT), tolerance=1e-5),
     _less("less, DDN", gradient=DDN(), reverse_only=True),
     _less("less, DDN J", gradient=DDN(exploit=False), eager_backward=True, reverse_only=True),

@@ -1,0 +1,198 @@
+"""A problem that is declared, not programmed, has everything that the layers have."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import pmaf
+from pmaf.gradients import DDN
+from pmaf.operators import Diagonal, FromMatvec, LowRank, Matrix
+from pmaf.solvers import Krylov, Secular
+from tests.quadratic import Quadratic, SphereQuadratic, quadratic, reference
+
+T = torch.float64
+
+
+def posed(*batch, n=5, dtype=T, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    Q = torch.randn(*batch, n, n, generator=g, dtype=T)
+    c = torch.randn(*batch, n, generator=g, dtype=T)
+    return (Q + Q.mT).to(dtype), c.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("n", [1, 2, 5, 40])
+def test_the_global_minimum(n, dtype):
+    Q, c = posed(3, n=n, dtype=dtype)
+    problem = SphereQuadratic(Q, c)
+    found = pmaf.solve(problem)
+    eps = torch.finfo(dtype).eps
+    assert found.converged.all()
+    assert pmaf.certify(problem, found).holds(64 * eps).all()
+    for i in range(3):
+        u, multiplier = reference(Q[i], c[i])
+        size = float(torch.linalg.matrix_norm(Q[i], 2) + c[i].norm())
+        # The solution moves with its data by at most their rounding over the gap.
+        bound = 64 * eps * size / float(found.gap[i])
+        assert float((found.value[i].double() - u).norm()) <= bound
+        assert abs(float(found.multiplier[i]) - multiplier) <= 64 * eps * size
+
+
+@pytest.mark.parametrize("c", [0.0, 1e-3], ids=["no pull", "a pull beside the lowest direction"])
+def test_the_hard_case(c):
+    Q = torch.diag(torch.tensor([-2.0, -1.0, 3.0], dtype=T))
+    pull = torch.tensor([0.0, c, c], dtype=T)
+    problem = SphereQuadratic(Q, pull)
+    found = pmaf.solve(problem)
+    assert float(found.gap) == 0.0
+    assert float(found.multiplier) == pytest.approx(2.0, rel=1e-14)
+    assert pmaf.certify(problem, found).holds(1e-13)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_derivatives_of_any_order(batch):
+    Q, c = (x.requires_grad_() for x in posed(*batch, n=4))
+
+    def both(Q, c):
+        solution = pmaf.solve(SphereQuadratic(0.5 * (Q + Q.mT), c))
+        return solution.value, solution.multiplier
+
+    assert gradcheck(both, (Q, c))
+    assert gradgradcheck(both, (Q, c))
+
+
+def test_a_matrix_for_a_whole_batch():
+    Q, _ = posed(n=4)
+    _, c = posed(3, n=4)
+    Q, c = Q.requires_grad_(), c.requires_grad_()
+    assert gradcheck(Quadratic(), (Q, c))
+    (found,) = torch.autograd.grad(quadratic(Q, c).sum(), Q)
+    expected = sum(torch.autograd.grad(quadratic(Q, x).sum(), Q)[0] for x in c)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("solver", [None, Secular(), Krylov()], ids=repr)
+def test_solvers_agree(solver):
+    Q, c = (x.requires_grad_() for x in posed(3, n=6))
+    found = quadratic(Q, c, solver)
+    expected = quadratic(Q, c)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    weights = torch.cos(torch.arange(18.0, dtype=T)).reshape(3, 6)
+    ours = torch.autograd.grad((found * weights).sum(), (Q, c))
+    theirs = torch.autograd.grad((expected * weights).sum(), (Q, c))
+    for x, y in zip(ours, theirs):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-8)
+
+
+def test_the_papers_rule():
+    Q, c = (x.requires_grad_() for x in posed(3, n=6))
+    rules = [
+        torch.autograd.grad(quadratic(Q, c, gradient=rule).cos().sum(), (Q, c))
+        for rule in (None, DDN(), DDN(exploit=False))
+    ]
+    for other in rules[1:]:
+        for x, y in zip(rules[0], other):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+OPERATORS = {
+    "Matrix": lambda Q, d: Matrix(Q) + Diagonal(d),
+    "FromMatvec": lambda Q, d: FromMatvec(
+        lambda u, Q, d: (Q @ u.unsqueeze(-1)).squeeze(-1) + d * u, Q.shape, (Q, d)
+    ),
+    "LowRank": lambda Q, d: Diagonal(d) - LowRank(Q, Q),
+}
+DENSE = {
+    "Matrix": lambda Q, d: Q + torch.diag_embed(d),
+    "FromMatvec": lambda Q, d: Q + torch.diag_embed(d),
+    "LowRank": lambda Q, d: torch.diag_embed(d) - Q.mT @ Q,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_operators(name, batch):
+    Q, c = posed(*batch, n=8)
+    _, d = posed(*batch, n=8, seed=1)
+    leaves = [x.requires_grad_() for x in (Q, d, c)]
+    results = []
+    for make in (OPERATORS[name], DENSE[name]):
+        problem = SphereQuadratic(make(Q, d), c)
+        found = pmaf.solve(problem)
+        assert found.converged.all()
+        assert pmaf.certify(problem, found).holds(1e-9).all()
+        loss = found.value.cos().sum() + found.multiplier.sin().sum()
+        results.append([found.value, found.gap, *torch.autograd.grad(loss, leaves)])
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-8)
+
+
+def test_a_minimum_that_the_pull_does_not_show():
+    """The lowest eigenvector is orthogonal to c, so that no power of Q times c has a part of it."""
+    values = torch.linspace(-1, 1, 300, dtype=T)
+    values[0] = -3.0
+    c = torch.cat([torch.zeros(1, dtype=T), torch.full((299,), 1e-2, dtype=T)])
+    problem = SphereQuadratic(Diagonal(values), c)
+    found = pmaf.solve(problem)
+    assert float(found.multiplier) == pytest.approx(3.0, rel=1e-9)
+    assert pmaf.certify(problem, found).holds(1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    Q, c = (x.to(dtype).requires_grad_() for x in posed(2, n=4))
+    u = quadratic(Q, c)
+    assert u.dtype == dtype
+    assert all(x.dtype == dtype for x in torch.autograd.grad(u.sum(), (Q, c)))
+
+
+def test_no_problems():
+    Q, c = posed(0, n=4)
+    u = quadratic(Q.requires_grad_(), c)
+    assert u.shape == (0, 4)
+    u.sum().backward()
+    assert Q.grad.shape == Q.shape
+
+
+def test_errors_name_what_is_wrong():
+    Q, c = posed(n=4)
+    with pytest.raises(TypeError, match=r"c is torch.float32 but|Q is torch.float64 but c"):
+        SphereQuadratic(Q, c.float())
+    with pytest.raises(ValueError, match="do not broadcast"):
+        SphereQuadratic(Q.expand(3, 4, 4), c.expand(2, 4))
+    with pytest.raises(
+        TypeError, match=r"does not serve SphereQuadratic; choose one of Secular\(\)"
+    ):
+        quadratic(Q, c, pmaf.solvers.Cholesky())
+    with pytest.raises(ValueError, match="non-finite"):
+        quadratic(Q * torch.nan, c)
+
+
+def test_a_start_prefers_one_of_several():
+    Q, c = torch.eye(3, dtype=T), torch.zeros(3, dtype=T)
+    init = torch.tensor([0.0, 0.6, 0.8], dtype=T)
+    torch.testing.assert_close(quadratic(Q, c, init=init), init)
+
+
+def test_a_class_that_declares_nothing():
+    class Empty(pmaf.Problem):
+        inputs = SphereQuadratic.inputs
+        Q, c = posed(n=3)
+
+    with pytest.raises(NotImplementedError, match="Empty declares no curvature"):
+        pmaf.solve(Empty())
+
+
+def test_a_module_trains():
+    Q, c = posed(4, n=5)
+    layer = Quadratic()
+    scale = torch.ones((), dtype=T, requires_grad=True)
+    optimiser = torch.optim.SGD([scale], lr=0.1)
+    losses = []
+    for _ in range(5):
+        optimiser.zero_grad()
+        loss = layer(scale * Q, c)[:, 0].square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]

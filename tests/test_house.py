@@ -1,0 +1,89 @@
+"""The rooms of the library, and which of them may know of which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+# A room imports from those before it, and from itself.
+ROOMS = [
+    "errors",
+    "runtime",
+    "linalg",
+    "metrics",
+    "tangent",
+    "krylov",
+    "operators",
+    "solvers",
+    "gradients",
+    "solution",
+    "certificate",
+    "autograd",
+    "problem",
+    "layers",
+    "__init__",
+]
+FILES = sorted((SOURCE / "pmaf").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def room_of(module: str) -> str:
+    """The room of a module; the package itself is the last one."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """Modules and names that a file imports, at the top, inside functions and for types."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where things are"
+            found += [(node.module or "", alias.name) for alias in node.names]
+    # `from pmaf import errors` imports a module, not a name of the package.
+    return [
+        (f"pmaf.{name}", "") if module == "pmaf" and name in ROOMS else (module, name)
+        for module, name in found
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_one_way(path):
+    here = room_of(name_of(path))
+    if here == "__main__":  # the command, which finds the laboratory or names the extra
+        return
+    for module, name in imports(path):
+        assert not module.startswith("pmaf_lab"), f"the library imports {module}"
+        if module.split(".")[0] != "pmaf":
+            continue
+        there = room_of(module)
+        assert ROOMS.index(there) <= ROOMS.index(here), f"{here} imports {module}, which is above"
+        if there != here:
+            parts = [*module.split("."), name]
+            private = [part for part in parts if part.startswith("_") and part != "__init__"]
+            assert not private, f"{here} reaches into {module} for {name}"
+
+
+def test_no_module_of_the_root_is_private():
+    names = {path.name for path in (SOURCE / "pmaf").glob("_*.py")}
+    assert names == {"__init__.py", "__main__.py"}
+
+
+def test_every_room_has_its_place():
+    found = {room_of(name_of(path)) for path in FILES}
+    assert found - {"__main__"} == set(ROOMS)
+
+
+def test_the_laboratory_uses_public_names():
+    for path in sorted((SOURCE / "pmaf_lab").rglob("*.py")):
+        for module, name in imports(path):
+            if module.split(".")[0] == "pmaf":
+                parts = [*module.split("."), name]
+                assert not any(x.startswith("_") and x != "__version__" for x in parts), path
