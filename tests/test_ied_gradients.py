@@ -7,6 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import pmaf
 from pmaf.gradients import DDN, IFT, Implicit, Unroll
 from pmaf.solvers import Dense, Lanczos, PowerIteration, SimultaneousIteration
+from pmaf.tangent.general import dominant_solve
 from tests import oracles
 from tests.ied_cases import (
     NONSYMMETRIC,
@@ -153,6 +154,25 @@ def test_nonsymmetric_matches_differences_of_eig(name, solver):
     for again in (False, True):  # whether it is to be differentiated again
         (found,) = torch.autograd.grad(loss, A, create_graph=again, retain_graph=True)
         torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
+
+
+def test_a_dominant_eigenvalue_is_solved_by_a_series():
+    """A series with the transpose, which does not leave the complement of y alone, never ends."""
+    A = NONSYMMETRIC["|N(0,1)|"]()
+    values = torch.linalg.eigvals(A)
+    moduli = values.abs().sort(descending=True).values
+    value, y = (x.detach() for x in pmaf.ied(A, symmetric=False))
+    v = weights(len(A)).to(A).unsqueeze(0)
+    gap = moduli[0] - moduli[1]
+    rate = float(moduli[1] / moduli[0])
+    w = dominant_solve(A, value.reshape(1), y.unsqueeze(0), v, None, gap, rate)
+    assert w is not None
+    right = v - (v @ y).unsqueeze(-1) * y
+    eps = torch.finfo(A.dtype).eps
+    # As many roundings as there are entries in a row, of what is multiplied.
+    allowed = 64 * len(A) * eps * float(right.norm() + torch.linalg.matrix_norm(A, 2) * w.norm())
+    assert float((value * w - w @ A - right).norm()) <= allowed
+    assert float((w @ y).abs()) <= allowed
 
 
 def test_nonsymmetric_second_derivatives():

@@ -9,6 +9,8 @@ import torch
 
 import pmaf
 from pmaf.solvers import Dense, Lanczos
+from pmaf.tangent.complement import complement_solve
+from pmaf.tangent.kept import NOTHING
 from tests.ied_cases import with_eigenvalues
 
 T = torch.float64
@@ -161,3 +163,39 @@ def test_nilpotent(n, dtype):
         lambda A: pmaf.ied(A, symmetric=False).vectors, (A.detach(),), (torch.ones_like(A),)
     )
     assert torch.isfinite(tangent).all()
+
+
+def beside(A, shift, y, v):
+    """Solutions beside `y` where the forward pass kept nothing, and no gap is known."""
+    return complement_solve(A, shift, y, v, NOTHING, torch.full(A.shape[:-2], torch.nan, dtype=T))
+
+
+@pytest.mark.parametrize("top", [1.0, 2.0**-10])
+def test_a_rounding_of_a_right_hand_side_along_an_equal_eigenvector_is_not_magnified(top):
+    """Two eigenvalues a quarter of the tolerance apart count as one, and v has a rounding there.
+
+    The tolerance is of the largest modulus, whatever the size of the shift.
+    """
+    eps = torch.finfo(T).eps
+    values = torch.tensor([top + 2 * eps, top, -1.0, -0.5], dtype=T)
+    y, other, third, fourth = torch.eye(4, dtype=T)
+    v = torch.stack([third, fourth]) + 64 * eps * other
+    w = beside(torch.diag(values), values[:1].expand(2), y.unsqueeze(0), v)
+    expected = torch.stack([third / (top + 1), fourth / (top + 0.5)])
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e3 * eps)
+
+
+def test_what_conjugate_gradients_do_not_solve_is_decomposed():
+    """Their steps end long before the residual is small, whatever they believe it to be."""
+    n = 300
+    rise = torch.logspace(0, -5, n - 1, dtype=T)
+    values = torch.cat([torch.ones(1, dtype=T), 1 - rise])
+    y = torch.zeros(1, n, dtype=T)
+    y[0, 0] = 1
+    v = torch.ones(2, n, dtype=T)
+    v[:, 0] = 0
+    w = beside(torch.diag(values), torch.ones(2, dtype=T), y, v)
+    expected = torch.cat([torch.zeros(1, dtype=T), 1 / (1 - values[1:])])
+    # The eigenvalues are rounded to one part in 1e-5/eps of what they are below the shift.
+    close = 64 * torch.finfo(T).eps / 1e-5
+    torch.testing.assert_close(w, expected.expand(2, n), rtol=close, atol=close)

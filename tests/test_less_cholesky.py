@@ -5,9 +5,10 @@ import torch
 
 import pmaf
 from pmaf.gradients import Implicit
+from pmaf.runtime.text import encode
 from pmaf.solvers import Auto, Cholesky, Secular
-from pmaf.solvers.base import encode
-from tests.less_cases import ALL, REGULAR, gaussian, hard
+from pmaf.solvers.cholesky import _newton, _Point
+from tests.less_cases import ALL, REGULAR, gaussian, hard, with_singular_values
 from tests.test_less_conditioning import allowed, make
 
 T = torch.float64
@@ -122,6 +123,53 @@ def test_only_what_is_not_proved_is_handed_over(handed):
     assert handed == [128]
 
 
+@pytest.mark.parametrize(("condition", "handed_over"), [(10.0, []), (1e4, [1])])
+def test_ill_conditioned_matrices_are_handed_over(condition, handed_over, handed):
+    """A factor of the Gram matrix may exist, and keep few of the digits of A."""
+    A, b = make(condition, 1.0, 0.0, T)
+    pmaf.less(A, b, solver=Cholesky())
+    assert handed == handed_over
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_product_that_is_only_rounding_does_not_decide(seed):
+    """A does not reach b, so that all there is of Aᵀb is rounding, and the start breaks the tie."""
+    A, _, right = with_singular_values([1.0], 5, seed)
+    b = 1e3 * torch.linalg.svd(A).U[:, 3]
+    for toward in (right[:, 0], -right[:, 0]):
+        torch.testing.assert_close(pmaf.less(A, b, solver=Cholesky(), init=toward), toward)
+
+
+def test_a_small_gap_has_its_digits():
+    """In a sum of the multiplier and an eigenvalue it would have lost all but two."""
+    A, left, _ = with_singular_values([3.0, 2.0, 1.0], 5)
+    eps = torch.finfo(T).eps
+    pull = 100 * eps * 14  # of the trace
+    solution = pmaf.solve(pmaf.SphereLeastSquares(A, pull * left[:, 2]), solver=Cholesky())
+    # (AᵀA + μI)u = Aᵀb along the smallest singular vector, which is u. Rounding turns it, and
+    # the part of Aᵀb along it changes by as much.
+    assert float(solution.gap) == pytest.approx(pull, rel=1e3 * eps, abs=0)
+
+
+def test_a_multiplier_that_is_corrected_has_to_prove_itself_again():
+    """Where the step starts AᵀA + μI is definite; where it ends, in a saddle point, it is not."""
+    eps = torch.finfo(T).eps
+    s = torch.tensor([1.0, 2.0, 3.0], dtype=T)
+    t = -(2.0**-32)
+    # (s² − 1 + t)u = sb, and the part of u along the first vector is against b.
+    u = torch.tensor([-0.5, 0.5, 0.5**0.5], dtype=T)
+    b = (s.square() - 1 + t) * u / s
+    A, b, u = torch.diag(s).unsqueeze(0), b.unsqueeze(0), u.unsqueeze(0)
+    gram = A.mT @ A
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    for off, near in ((-4 * t, True), (0.0, False)):
+        start = _Point(u, torch.tensor([t - 1 + off], dtype=T))
+        step = _newton(A, b, s * b, gram, mean, start)
+        assert step.near == near
+        assert not step.done
+        assert float(step.mu) == pytest.approx(t - 1, abs=64 * eps * float(s.square().sum()))
+
+
 @pytest.mark.parametrize("n", [255, 256, 301])
 def test_large_problems_are_not_handed_over(n, handed):
     """Their Gram matrices are made in blocks, and are Gram matrices all the same."""
@@ -226,8 +274,10 @@ def test_compiled_and_exported():
 def test_opcheck():
     A, b = batch(3, 24, 12)
     solver = encode(Cholesky())
-    torch.library.opcheck(torch.ops.pmaf.less.default, (A, b, None, solver, True, False))
-    found = torch.ops.pmaf.less(A, b, None, solver, False, False)
+    problem = pmaf.SphereLeastSquares(A, b).encoded()
+    given = (A, b, None, problem, solver)
+    torch.library.opcheck(torch.ops.pmaf.solve.default, (*given, True, False))
+    found = torch.ops.pmaf.solve(*given, False, False)
     y, multiplier, _, gap, _, _, factor, _ = found
     arguments = (A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T))
     torch.library.opcheck(torch.ops.pmaf.factored_solve.default, arguments)

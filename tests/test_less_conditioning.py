@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import pmaf
+from pmaf.linalg.gram import singular_spectrum
+from pmaf.tangent.basis import amplification
 from tests import oracles
 from tests.less_cases import with_singular_values
 
@@ -58,3 +60,26 @@ def test_no_digits_are_lost_to_the_gram_matrix(dtype, condition, length, noise):
     )
     for name, x, truth, bound in zip(("y", "dA", "db"), found, exact, bounds):
         assert np.linalg.norm(x - truth) <= SLACK * bound, name
+
+
+@pytest.mark.parametrize("gap", [1e-6, 1e-2, 1.0])
+@pytest.mark.parametrize("place", ["lowest", "second", "all", "all but the lowest"])
+def test_how_much_a_tangent_solve_magnifies(place, gap):
+    """It is bounded by the parts along and beside the lowest direction, twice the larger one."""
+    A, _, right = with_singular_values([3.0, 2.0, 1.0], 5)
+    coordinates = {
+        "lowest": [0.0, 0.0, 1.0],
+        "second": [0.0, 1.0, 0.0],
+        "all": [0.6, 0.5, 1.0],
+        "all but the lowest": [1.0, 1.0, 0.0],
+    }
+    y = right @ torch.tensor(coordinates[place], dtype=torch.float64)
+    y = y / y.norm()
+    spectrum = singular_spectrum(A)[0]
+    H = A.mT @ A + (gap - 1) * torch.eye(3, dtype=torch.float64)
+    across = torch.linalg.svd(y.unsqueeze(0)).Vh[1:]  # an orthonormal basis of the tangent space
+    least = torch.linalg.eigvalsh(across @ H @ across.mT)[0]
+    found = amplification(spectrum, torch.tensor(gap, dtype=torch.float64), y)
+    # The top of AᵀA is nine; the least curvature is known up to a rounding of that over the gap.
+    allowed = 1 + 64 * 9 * torch.finfo(torch.float64).eps / gap
+    assert float(9 / least) <= 2 * float(found) * allowed

@@ -97,7 +97,7 @@ def test_options_are_values():
     ids=repr,
 )
 def test_a_solver_survives_as_text(solver):
-    from pmaf.solvers.base import decode, encode
+    from pmaf.runtime.text import decode, encode
 
     assert decode(encode(solver)) == solver
 

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
 from pmaf.gradients import DDN, Implicit, Unroll
-from pmaf.solvers import Outcome, ProjectedGradient, Secular, Solver
+from pmaf.solvers import Cholesky, Krylov, LeastSquares, Outcome, ProjectedGradient, Secular, Solver
 from pmaf_lab.paper.less import METHODS
 from tests import oracles
 from tests.less_cases import ALL, DEGENERATE, REGULAR, gaussian, hard
@@ -23,7 +23,7 @@ class Branch(Solver):
     mean: the global minimiser itself jumps from one branch to another there.
     """
 
-    serves = ("SphereLeastSquares",)
+    solves = (LeastSquares,)
 
     def solve(self, problem, *, init=None, report=True):
         A, b, u = problem.A, problem.b, init
@@ -46,8 +46,6 @@ class Branch(Solver):
             gap=zero.clone(),
             iterations=torch.tensor(12),
             converged=torch.tensor(True),
-            basis=u.new_empty(0, n),
-            spread=u.new_empty(0),
         )
 
 
@@ -210,7 +208,8 @@ def test_only_what_is_asked_for_is_computed():
     assert not pmaf.less(A.detach(), b).requires_grad
     solution = pmaf.solve(pmaf.SphereLeastSquares(A, b))
     assert solution.value.requires_grad
-    assert not solution.multiplier.requires_grad
+    assert solution.multiplier.requires_grad
+    assert not solution.gap.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -270,3 +269,24 @@ def test_the_hard_case_gradient_is_where_the_papers_rule_breaks():
     (ddn,) = torch.autograd.grad(pmaf.less(A, b, gradient=DDN()) @ weights, A)
     assert (implicit - truth).abs().max() < 1e-6
     assert torch.isfinite(ddn).all()
+
+
+@pytest.mark.parametrize("radius", [1.0, 0.3])
+@pytest.mark.parametrize("solver", [Secular(), Cholesky(), Krylov()], ids=repr)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in jvp
+def test_the_multiplier_is_differentiable(solver, radius):
+    A, b = (x.requires_grad_() for x in gaussian(6, 4, 0.4))
+
+    def multiplier(A, b):
+        problem = pmaf.SphereLeastSquares(A, b, radius)
+        return pmaf.solve(problem, solver=solver).multiplier
+
+    assert gradcheck(multiplier, (A, b))
+    assert gradgradcheck(multiplier, (A, b))
+    operator = pmaf.operators.Matrix(A) if solver.matrix_free else A
+    found = torch.autograd.grad(multiplier(operator, b), (A, b))
+    point = A.detach(), b.detach()
+    direction = tuple(x.cos() for x in point)
+    _, along = torch.func.jvp(multiplier, point, direction)
+    expected = sum((x * y).sum() for x, y in zip(found, direction))
+    torch.testing.assert_close(along, expected, rtol=1e-7, atol=1e-9)

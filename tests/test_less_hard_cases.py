@@ -154,3 +154,29 @@ def test_gradients_from_factors_have_the_digits_of_A(cond, length):
     for y, z in zip(*found):
         error = (y - z).flatten(1).norm(dim=1) / z.flatten(1).norm(dim=1)
         assert float(error.max()) <= 64 * cond * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_a_part_of_b_that_only_the_singular_vectors_show(side):
+    """In Aᵀb it is below rounding of the rest; it decides between two minimisers all the same."""
+    s = torch.tensor([2.0, 1.5, 1e-6], dtype=T)
+    b = torch.tensor([0.5, 0.5, side * 1e-10], dtype=T)
+    u = pmaf.less(torch.diag(s), b)
+    # (s² + μ)u = sb, in which μ = −1e-12 up to the 1e-16 of that part.
+    beside = s[:2] * b[:2] / (s[:2].square() - s[2].square())
+    expected = torch.cat([beside, side * (1 - beside.square().sum(0, keepdim=True)).sqrt()])
+    torch.testing.assert_close(u, expected, rtol=0, atol=64 * torch.finfo(T).eps)
+
+
+def test_one_decomposition_is_enough_for_ordinary_matrices(monkeypatch):
+    """A step against A itself makes up for what their Gram matrix loses."""
+
+    def never(*_):
+        raise AssertionError("a second decomposition was computed")
+
+    monkeypatch.setattr("pmaf.solvers.secular.singular_spectrum", never)
+    for seed in range(8):
+        s = torch.logspace(0, -np.log10(30), 40, dtype=T).tolist()
+        A, _, right = with_singular_values(s, 44, seed)
+        b = A @ (1.1 * weights(right[:, 0]) / weights(right[:, 0]).norm())
+        assert pmaf.solve(pmaf.SphereLeastSquares(A, b), solver=Secular()).converged

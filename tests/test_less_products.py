@@ -179,3 +179,53 @@ def test_minimisers_that_form_a_sphere_converge():
         assert solution.converged
         rest = A.double() @ solution.value.double() - b.double()
         assert float(rest.norm()) <= 1e-4 * float(torch.linalg.matrix_norm(A.double(), 2))
+
+
+def test_a_minimum_beside_a_bottom_that_was_not_found_is_not_proved():
+    """The space of b is invariant at once, and too few products are left to see below it."""
+    squares = torch.linspace(0.25, 9, 400, dtype=F64)
+    squares[1] = 0.27
+    b = torch.zeros(400, dtype=F64)
+    b[1] = 1e-3
+    A = torch.diag(squares.sqrt())
+    solver = Krylov(dimension=12, max_products=20)
+    with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
+        solution = pmaf.solve(pmaf.SphereLeastSquares(Matrix(A), b), solver=solver)
+    assert not solution.converged
+    # What was found is along b, and the minimum is along the first vector.
+    assert not pmaf.certify(pmaf.SphereLeastSquares(A, b), solution.value).holds(1e-3)
+
+
+def test_a_start_beside_a_sphere_of_minimisers():
+    """The space holds two of them, and is flat from one to the other."""
+    A, b = randn(20, 300), 0.01 * randn(20, seed=1)
+    init = torch.nn.functional.normalize(randn(300, seed=2), dim=0)
+    problem = pmaf.SphereLeastSquares(Matrix(A), b)
+    assert pmaf.solve(problem, solver=Krylov(dimension=60), init=init).converged
+
+
+def test_minimisers_that_form_a_circle_have_no_gradient_and_say_so():
+    """Their search loses its digits, so that they come from the entries of the matrix."""
+    A = torch.diag(torch.tensor([1.0, 0.5, 1e-4, 1e-4])).requires_grad_()
+    b = torch.tensor([0.1, 0.1, 0.0, 0.0])
+    solution = pmaf.solve(pmaf.SphereLeastSquares(Matrix(A), b))
+    assert solution.converged
+    with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
+        (solution.value @ torch.tensor([1.0, 2.0, 3.0, -4.0])).backward()
+    assert solution.backward is not None
+    assert not solution.backward.converged.all()
+    assert torch.isfinite(A.grad).all()
+
+
+def test_the_gradient_of_a_dense_matrix_has_digits_that_its_square_does_not():
+    """In float32 the gap, of 0.9e-6, is below rounding of AᵀA, and a derivative is its inverse."""
+    s = torch.tensor([1.0, 0.5, 0.25, 0.125, 0.95 * 2**-10])
+    u = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.0])
+    b = (s * u).requires_grad_()  # exactly, so that the multiplier is zero
+    found = pmaf.less(torch.diag(s), b, solver=Krylov())
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.detach(), u, rtol=0, atol=64 * eps)
+    (db,) = torch.autograd.grad(found[-1], b)
+    # s²z = v along the last vector. The multiplier is known up to a rounding of ‖b‖², a third,
+    # which is a twentieth of the gap.
+    assert float(db[-1] * s[-1]) == pytest.approx(1, rel=0.5)

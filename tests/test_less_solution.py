@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pmaf
+from pmaf.linalg import sphere
 from pmaf.solvers import Auto, ProjectedGradient, Secular, TangentDecay
 from pmaf_lab.paper.less import METHODS
 from tests import oracles
@@ -208,6 +209,20 @@ def test_any_problem_is_solved_and_certified(m, n, seed, length, rank):
 
 
 class TestTies:
+    def test_a_direction_that_all_ones_do_not_see_has_a_sign_of_its_own(self):
+        n = 5
+        second = torch.cos(torch.arange(1.0, n + 1).double())
+        for i in range(n):
+            for j in range(i):
+                lowest = torch.zeros(n).double()
+                lowest[i], lowest[j] = 0.5**0.5, -(0.5**0.5)
+                A = torch.diag(torch.arange(2.0, n + 2).double())
+                A = A - A @ torch.outer(lowest, lowest)
+                u = pmaf.less(A, torch.zeros(n).double())
+                expected = lowest * torch.sign(lowest @ second)
+                # The singular values beside the zero one are at least one.
+                torch.testing.assert_close(u, expected, rtol=0, atol=1e3 * torch.finfo(u.dtype).eps)
+
     def test_init_chooses_between_two_minimisers(self):
         A, b = hard()
         smallest = torch.linalg.svd(A).Vh[-1]
@@ -324,3 +339,10 @@ def _tight(solver):
     if isinstance(search, TangentDecay):
         search = TangentDecay(angle_tolerance=1e-18)
     return replace(solver, search=search, tolerance=1e-15, max_iterations=20000)
+
+
+def test_settled_on_the_sphere_up_to_half_a_rounding():
+    """One rounding of each number changes the length by half of eps at most."""
+    u = sphere.settle(torch.randn(4096, 64))
+    away = (torch.linalg.vector_norm(u.double(), dim=-1) - 1).abs().max()
+    assert float(away) <= 0.5 * torch.finfo(torch.float32).eps * (1 + 1e-6)

@@ -160,7 +160,8 @@ def test_a_training_loop_hands_on_its_eigenvectors(name, options):
         if step % 100 == 99:
             gc.collect()
             tensors.append(sum(type(x) is torch.Tensor for x in gc.get_objects()))
-    assert len(set(nodes)) == 1
+    # The first step has no reference, and may have a node less.
+    assert len(set(nodes[1:])) == 1
     assert len(set(tensors)) == 1
     assert torch.isfinite(X.grad).all()
 
@@ -210,7 +211,7 @@ def everything():
 
 
 def test_a_default_device_is_of_no_account():
-    from pmaf.linalg.symmetric import fixed_rows
+    from pmaf.linalg.symmetric_part import fixed_rows
 
     wanted = everything()
     fixed_rows.cache_clear()

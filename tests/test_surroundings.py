@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import threading
 import warnings
 
@@ -11,7 +12,17 @@ from torch.autograd import forward_ad
 
 import pmaf
 from pmaf.gradients import DDN
-from pmaf.solvers import Lanczos, PowerIteration, Secular, SimultaneousIteration, Solver
+from pmaf.solvers import (
+    Eigenvectors,
+    Lanczos,
+    LeastSquares,
+    Outcome,
+    PowerIteration,
+    Secular,
+    SimultaneousIteration,
+    Solver,
+)
+from pmaf.tangent.kept import Nothing
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -60,16 +71,13 @@ def make_solver(iterations):
 
     @dataclasses.dataclass(frozen=True)
     class Mine(Solver):
-        serves = ("SphereLeastSquares",)
+        solves = (LeastSquares,)
         tag: int = 7
 
         def solve(self, problem, *, init=None, report=True):
             found = Secular().solve(problem, init=init, report=report)
-            nothing = found.basis[..., :0, :], found.spread[..., :0]
             return found._replace(
-                iterations=torch.full_like(found.iterations, iterations),
-                basis=nothing[0],
-                spread=nothing[1],
+                iterations=torch.full_like(found.iterations, iterations), kept=Nothing()
             )
 
     return Mine()
@@ -105,12 +113,12 @@ def test_a_class_of_a_name_that_is_taken():
 
     @dataclasses.dataclass(frozen=True)
     class Secular(Solver):
-        serves = ("SphereLeastSquares",)
+        solves = (LeastSquares,)
         other: str = "options"
 
     @dataclasses.dataclass(frozen=True)
     class Dense(Solver):
-        serves = ("PrincipalEigenvectors",)
+        solves = (Eigenvectors,)
         other: str = "options"
 
     A, b = random(4, 5, 3), random(4, 5)
@@ -124,7 +132,7 @@ def test_options_without_a_literal():
 
     @dataclasses.dataclass(frozen=True)
     class Weighted(Solver):
-        serves = ("SphereLeastSquares",)
+        solves = (LeastSquares,)
         weights: object = None
 
         def solve(self, problem, *, init=None, report=True):
@@ -274,3 +282,83 @@ def test_the_number_of_threads_is_left_alone(call):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Solver):
+    """Power iteration on an operator: a user's own way to solve by products."""
+
+    solves = (Eigenvectors,)
+    matrix_free = True
+    steps: int = 2000
+
+    def solve(self, problem, *, init=None, report=True):
+        A, n = problem.A, problem.n
+        row = torch.linspace(1, 2, n, dtype=A.dtype).expand(*problem.batch_shape, 1, n)
+        for _ in range(self.steps):
+            row = A.matvec(row)
+            row = row / row.norm(dim=-1, keepdim=True)
+        image = A.matvec(row)
+        value = (row * image).sum(-1)
+        rest = (image - value.unsqueeze(-1) * row).norm(dim=-1).squeeze(-1)
+        done = rest <= 1e-9
+        return Outcome(row, value, rest, torch.full_like(rest, torch.nan), 0 * rest.long(), done)
+
+
+def test_a_solver_of_ones_own_that_needs_products_alone():
+    A = random(3, 6, 6).double().abs()
+    A = (A + A.mT).requires_grad_()
+    operator = pmaf.operators.Matrix(A)
+    results = []
+    for call in (
+        lambda: pmaf.ied(operator, solver=Shifted()),
+        lambda: pmaf.ied(A),
+        lambda: pmaf.ied(operator),
+    ):
+        values, vectors = call()
+        loss = vectors.cos().sum() + values.sum()
+        results.append([values, vectors, *torch.autograd.grad(loss, A)])
+    for other in results[1:]:
+        for x, y in zip(results[0], other):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_a_layer_is_not_mistaken_for_its_module():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("pmaf.ied")
+    module = importlib.import_module("pmaf.layers.ied")
+    assert module.ied is pmaf.ied
+
+
+class LinearOperator:
+    """What SciPy calls an operator, as far as it matters here."""
+
+    shape, dtype = (3, 3), "float64"
+
+    def matvec(self, x):
+        return x
+
+
+def test_an_operator_of_another_library_is_wrapped():
+    with pytest.raises(TypeError, match=r"got LinearOperator \(pmaf.operators.FromMatvec wraps"):
+        pmaf.ied(LinearOperator())
+
+
+@pytest.mark.parametrize("layer", ["less", "ied"])
+def test_arguments_are_looked_at_once(layer, monkeypatch):
+    seen = []
+    look = pmaf.errors.require_matrix
+    monkeypatch.setattr(pmaf.errors, "require_matrix", lambda *a: seen.append(a[0]) or look(*a))
+    A, b = random(5, 4, 4), random(5, 4)
+    pmaf.less(A, b) if layer == "less" else pmaf.ied(A, 2)
+    assert seen == ["A"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in jvp
+def test_forward_mode_decomposes_once(monkeypatch):
+    calls = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *a: calls.append(a) or eigh(*a))
+    A = random(4, 4)
+    torch.func.jvp(lambda A: pmaf.ied(A).vectors, (A,), (A.cos(),))
+    assert len(calls) == 1

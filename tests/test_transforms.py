@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pmaf
+from pmaf.runtime.text import encode
 from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
-from pmaf.solvers.base import encode
 from tests.transforms import COLUMNS, ROWS, Column, excused, page
 
 pytestmark = [
@@ -41,7 +41,11 @@ def test_the_page_in_the_docs_is_this_table():
     assert path.read_text(encoding="utf-8") == page()
 
 
-@pytest.mark.parametrize("column", [COLUMNS[0], COLUMNS[5]], ids=lambda column: column.name)
+@pytest.mark.parametrize(
+    "column",
+    [column for column in COLUMNS if column.name in ("less", "ied")],
+    ids=lambda column: column.name,
+)
 def test_vmap_is_one_batched_solve(column: Column, monkeypatch):
     kind = {"less": pmaf.solvers.Secular, "ied": pmaf.solvers.Dense}[column.name]
     solve, calls = kind.solve, []
@@ -61,29 +65,43 @@ def test_a_gradient_nobody_asked_for_is_not_computed(monkeypatch):
     def never(*_):
         raise AssertionError("the gradient of A was formed")
 
-    monkeypatch.setattr("pmaf.autograd.less_rules.outer_sum", never)
+    monkeypatch.setattr("pmaf.gradients.minimum.outer_sum", never)
     pmaf.less(A, b).sum().backward()
     with pytest.raises(AssertionError, match="was formed"):
         pmaf.less(A.requires_grad_(), b).sum().backward()
 
 
+def least_squares(A):
+    return pmaf.SphereLeastSquares(A[..., :2], A[..., 0])
+
+
+def eigenvectors(A, k=2, symmetric=True):
+    return pmaf.PrincipalEigenvectors(A if symmetric else A.abs(), k, symmetric=symmetric)
+
+
 @pytest.mark.parametrize(
-    ("operator", "arguments"),
+    ("pose", "solver"),
     [
-        ("less", lambda A: (A[..., :2], A[..., 0], None, Secular(), True, False)),
-        ("less", lambda A: (A[..., :2], A[..., 0], None, ProjectedGradient(), True, False)),
-        ("ied", lambda A: (A, None, 2, True, Dense(), True, False)),
-        ("ied", lambda A: (A.abs(), None, 1, False, Dense(), True, False)),
-        ("ied", lambda A: (A, None, 1, True, Lanczos(), False, False)),
-        ("deflated_solve", lambda A: (A, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone())),
+        (least_squares, Secular()),
+        (least_squares, ProjectedGradient()),
+        (eigenvectors, Dense()),
+        (lambda A: eigenvectors(A, 1, False), Dense()),
+        (lambda A: eigenvectors(A, 1), Lanczos()),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ids=lambda x: repr(x) if isinstance(x, Solver) else "",
 )
-def test_opcheck(operator, arguments):
+def test_opcheck(pose, solver):
     A = torch.randn(3, 4, 4, dtype=torch.float64)
-    overload = getattr(torch.ops.pmaf, operator).default
-    given = arguments(A + A.mT)
-    torch.library.opcheck(overload, tuple(encode(x) if isinstance(x, Solver) else x for x in given))
+    problem = pose(A + A.mT)
+    first, second = (*problem.tensors, None)[:2]
+    given = (first, second, None, problem.encoded(), encode(solver), True, False)
+    torch.library.opcheck(torch.ops.pmaf.solve.default, given)
+
+
+def test_opcheck_of_the_system_of_a_gradient():
+    A = torch.randn(3, 4, 4, dtype=torch.float64)
+    given = (A + A.mT, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone())
+    torch.library.opcheck(torch.ops.pmaf.complement_solve.default, given)
 
 
 @pytest.mark.parametrize("report", [True, False])
@@ -93,7 +111,8 @@ def test_outputs_of_an_operator_are_its_own(solver, report):
     A = torch.randn(3, 4, 4, dtype=torch.float64)
 
     def run():
-        return torch.ops.pmaf.ied(A, None, 2, True, encode(solver), report, False)
+        problem = pmaf.PrincipalEigenvectors(A, 2).encoded()
+        return torch.ops.pmaf.solve(A, None, None, problem, encode(solver), report, False)
 
     first = run()
     full = [x for x in first if x.numel()]

@@ -1,5 +1,6 @@
-"""The way of few calls for one vector of symmetric matrices: the same as the general one."""
+"""One vector of small symmetric matrices: power steps, closed forms and decompositions."""
 
+import logging
 import math
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
-from pmaf.autograd import ied_lean as _ied_lean
-from pmaf.autograd.ied_lean import solve_lean, suits
+from pmaf.krylov import power as _power
+from pmaf.krylov.power import dominant_of_sum
+from pmaf.layers import ied as _ied
 from pmaf.linalg import eigh as _eigh
-from pmaf.linalg.symmetric import fixed_rows
+from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.solvers import Adaptive, Dense
 from pmaf.tangent.series import neumann
 from tests.ied_cases import SYMMETRIC, with_eigenvalues
@@ -18,12 +20,7 @@ from tests.ied_cases import SYMMETRIC, with_eigenvalues
 T = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def however_small(monkeypatch):
-    monkeypatch.setattr(_ied_lean, "_POWER_SIZE", 1)
-
-
-ALWAYS = Adaptive(power_from=0, krylov_from=math.inf)  # power steps, however small
+ALWAYS = Adaptive(power_from=0, power_size=1, krylov_from=math.inf)  # power steps, however small
 NEVER = Adaptive(power_from=math.inf, krylov_from=math.inf)  # a decomposition, however large
 
 
@@ -39,6 +36,30 @@ def indefinite(*batch, n=12, seed=0, dtype=T):
     return (X + 0.3 * X.mT).to(dtype)
 
 
+def solved(A, largest, way):
+    return pmaf.ied(A, largest=largest, solver=way)
+
+
+def power(A, largest=True, flat=False):
+    """What power steps find, or None."""
+    n = A.shape[-1]
+    A = (A if largest else -A).reshape(-1, n, n)
+    return dominant_of_sum(A, flat, 6 * torch.finfo(A.dtype).eps)
+
+
+@pytest.fixture
+def ways(caplog):
+    """The ways that solves have taken, as they are logged, from one call to the next."""
+    caplog.set_level(logging.DEBUG, logger="pmaf")
+
+    def taken():
+        found = [x.getMessage() for x in caplog.records if x.name == "pmaf"]
+        caplog.clear()
+        return found
+
+    return taken
+
+
 def outputs(run, A):
     A = A.clone().requires_grad_()
     value, vector = run(A)
@@ -48,7 +69,7 @@ def outputs(run, A):
 
 
 def same(A, largest, way):
-    found = outputs(lambda A: solve_lean(A, largest, way), A)
+    found = outputs(lambda A: solved(A, largest, way), A)
     exact = outputs(lambda A: pmaf.ied(A, largest=largest, solver=Dense()), A.double())
     for x, y in zip(found, exact, strict=True):
         assert x.shape == y.shape
@@ -63,8 +84,7 @@ def same(A, largest, way):
 def test_it_is_the_general_solution(way, largest, batch, dtype):
     A = dominated(*batch, dtype=dtype) if way == "power" else indefinite(*batch, dtype=dtype)
     A = A if largest else -A
-    steps = _ied_lean._power(A, largest, flat=False)
-    assert (steps is not None) == (way == "power")
+    assert (power(A, largest) is not None) == (way == "power")
     same(A, largest, ALWAYS)
     same(A.mT, largest, ALWAYS)
 
@@ -72,10 +92,9 @@ def test_it_is_the_general_solution(way, largest, batch, dtype):
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_named_matrices_by_default_and_in_general_are_the_same(name):
     A = SYMMETRIC[name]()
-    assert suits(A)
-    lean, general = pmaf.ied(A), pmaf.ied(A, solver=Dense())
-    torch.testing.assert_close(lean.values, general.values)
-    torch.testing.assert_close(lean.vectors, general.vectors)
+    default, general = pmaf.ied(A), pmaf.ied(A, solver=Dense())
+    torch.testing.assert_close(default.values, general.values)
+    torch.testing.assert_close(default.vectors, general.vectors)
 
 
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
@@ -83,15 +102,15 @@ def test_named_matrices_by_default_and_in_general_are_the_same(name):
 def test_first_and_second_derivatives(way, largest):
     A = dominated(2, n=4, seed=3)
     A = (A if largest else -A).requires_grad_()
-    assert gradcheck(lambda A: solve_lean(A, largest, way), A)
-    assert gradgradcheck(lambda A: solve_lean(A, largest, way), A)
+    assert gradcheck(lambda A: solved(A, largest, way), A)
+    assert gradgradcheck(lambda A: solved(A, largest, way), A)
 
 
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
 @pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["power", "decomposition"])
 def test_a_gradient_to_be_differentiated_again_is_the_same(way, largest):
     A = (dominated(2) if largest else -dominated(2)).requires_grad_()
-    value, vector = solve_lean(A, largest, way)
+    value, vector = solved(A, largest, way)
     for loss in (value.sin().sum(), vector.cos().sum()):
         (once,) = torch.autograd.grad(loss, A, retain_graph=True)
         (again,) = torch.autograd.grad(loss, A, create_graph=True)
@@ -100,7 +119,7 @@ def test_a_gradient_to_be_differentiated_again_is_the_same(way, largest):
 
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
 def test_a_gradient_that_the_series_is_too_slow_for(largest, monkeypatch):
-    monkeypatch.setattr(_ied_lean, "neumann", lambda *_: None)
+    monkeypatch.setattr("pmaf.tangent.complement.neumann", lambda *_: None)
     same(dominated(3) if largest else -dominated(3), largest, ALWAYS)
 
 
@@ -114,29 +133,30 @@ def test_the_series_goes_on_until_the_slowest_of_a_batch_has_converged():
 
 def test_a_batch_whose_entries_converge_at_different_rates():
     A = torch.cat([dominated(2) + 20, dominated(2)])
-    assert _ied_lean._power(A, True, flat=False) is not None
+    assert power(A) is not None
     same(A, True, ALWAYS)
 
 
 def test_gradients_of_values_alone_and_of_nothing():
     A = dominated(3).requires_grad_()
     for way in (ALWAYS, NEVER):
-        value, vector = solve_lean(A, True, way)
+        value, vector = solved(A, True, way)
         (gradient,) = torch.autograd.grad(value.sum(), A)
         outer = vector.unsqueeze(-1) * vector.unsqueeze(-2)
         torch.testing.assert_close(gradient, outer.detach())
-        value, vector = solve_lean(A, True, way)
+        value, vector = solved(A, True, way)
         detached = (vector.detach() * A.sum(-1)).sum()
         torch.autograd.grad(detached, A)
 
 
-def test_a_gradient_almost_along_the_vector_takes_no_other_way(monkeypatch):
+def test_a_gradient_almost_along_the_vector_takes_no_other_way(ways):
     """The sum of the vector of a matrix of nearly constant entries hardly depends on it."""
-    monkeypatch.setattr(_ied_lean, "deflated_solve", None)
     for dtype in (torch.float32, T):
         A = (dominated(5, n=32, dtype=dtype) + 20).requires_grad_()
-        _, vector = solve_lean(A, True, ALWAYS)
+        _, vector = solved(A, True, ALWAYS)
+        ways()
         (found,) = torch.autograd.grad(vector.sum(), A)
+        assert ways() == ["tangent: series"]
         exact = A.detach().double().requires_grad_()
         vector = pmaf.ied(exact, solver=Dense()).vectors
         (wanted,) = torch.autograd.grad(vector.sum(), exact)
@@ -144,39 +164,42 @@ def test_a_gradient_almost_along_the_vector_takes_no_other_way(monkeypatch):
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound)
 
 
-def test_a_flat_matrix_is_found_by_power_steps_before_others_are(monkeypatch):
+def test_a_flat_matrix_is_found_by_power_steps_before_others_are(ways, monkeypatch):
     tried = []
-    power = _ied_lean._power
-    monkeypatch.setattr(_ied_lean, "_power", lambda *a: tried.append(a[2]) or power(*a))
-    pmaf.ied(dominated(5, n=32))
-    pmaf.ied(indefinite(5, n=32))
-    assert tried == [True]
-    pmaf.ied(indefinite(5, n=64))
-    assert tried == [True, False]
-    monkeypatch.setattr(_ied_lean, "_POWER_SIZE", 24)
-    pmaf.ied(indefinite(1000, n=16))
-    pmaf.ied(dominated(1000, n=8))
-    assert tried == [True, False]
-    pmaf.ied(dominated(1000, n=16))
-    assert tried == [True, False, True]
+    monkeypatch.setattr(
+        "pmaf.solvers.adaptive.dominant_of_sum",
+        lambda *a: tried.append(a[1]) or dominant_of_sum(*a),
+    )
+
+    def take(A):
+        pmaf.ied(A)
+        return ways()[-1], tried[:]
+
+    assert take(dominated(5, n=32)) == ("ied: power steps", [True])
+    assert take(indefinite(5, n=32)) == ("ied: decomposition", [True])
+    assert take(indefinite(5, n=64)) == ("ied: decomposition", [True, False])
+    # Below 24 rows an attempt in vain costs too much, unless the matrix is seen to be flat.
+    assert take(indefinite(1000, n=16)) == ("ied: decomposition", [True, False])
+    assert take(dominated(1000, n=8)) == ("ied: decomposition", [True, False])
+    assert take(dominated(1000, n=16)) == ("ied: power steps", [True, False, True])
 
 
 def test_what_power_steps_cannot_prove_goes_on():
     """Not dominated; too small for the norm to be trusted; not finite."""
-    assert _ied_lean._power(indefinite(2), True, flat=False) is None
+    assert power(indefinite(2)) is None
     tiny = dominated(2, dtype=torch.float32) * 1e-22
-    assert _ied_lean._power(tiny, True, flat=False) is None
+    assert power(tiny) is None
     same(tiny, True, ALWAYS)
-    assert _ied_lean._power(dominated(2) * math.nan, True, flat=False) is None
+    assert power(dominated(2) * math.nan) is None
     # A single entry among others, which are dominated.
     mixed = torch.cat([dominated(3), indefinite(1)])
     same(mixed, True, ALWAYS)
 
 
-def test_large_ones_of_ordinary_spectrum_go_on_to_a_krylov_space():
+def test_large_ones_of_ordinary_spectrum_go_on_to_a_krylov_space(ways):
     A = torch.stack([with_eigenvalues([1.0, *torch.linspace(0.8, -0.5, 239).tolist()], 1)] * 4)
-    assert solve_lean(A, True, Adaptive()) is None
     torch.testing.assert_close(pmaf.ied(A).values, torch.ones(4, dtype=T))
+    assert ways() == ["ied: Krylov space"]
 
 
 @pytest.mark.parametrize("way", [ALWAYS, NEVER], ids=["power", "decomposition"])
@@ -185,7 +208,7 @@ def test_not_finite(bad, way):
     A = dominated(2)
     A[1, 2, 3] = bad
     with pytest.raises(ValueError, match="A has non-finite values in 1 of 2"):
-        solve_lean(A, True, way)
+        solved(A, True, way)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -194,7 +217,7 @@ def test_not_finite_in_closed_form(bad, n):
     A = indefinite(1000, n=n, dtype=torch.float32)
     A[7, 0, 1] = bad
     with pytest.raises(ValueError, match="A has non-finite values in 1 of 1000"):
-        solve_lean(A, True, NEVER)
+        solved(A, True, NEVER)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, T])
@@ -276,23 +299,17 @@ def test_two_by_two_gradients_in_closed_form():
     same(A, False, NEVER)
 
 
-def test_it_leaves_other_calls_alone():
-    A = dominated(2)
-    assert suits(A)
-    assert not suits(A.half())
-    assert not suits(A[..., :3])
-    assert not suits(A.to("meta"))
-    assert not suits(A[:0])
-    assert not suits(dominated(n=300))
+def test_autocast_does_not_reach_the_solve():
+    A = dominated(2).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not suits(A.float())
-        assert pmaf.ied(A.float()).vectors.dtype == torch.float32
-    torch.func.vmap(lambda a: None if suits(a) else a)(A)
+        found = pmaf.ied(A)
+    assert found.vectors.dtype == torch.float32
+    torch.testing.assert_close(found.vectors, pmaf.ied(A).vectors, rtol=0, atol=0)
 
 
 def test_a_loop_in_inference_mode_does_not_spoil_training():
-    _ied_lean._references.cache_clear()
-    _ied_lean._starts.cache_clear()
+    _ied._known_references.cache_clear()
+    _power._starts.cache_clear()
     with torch.inference_mode():
         pmaf.ied(dominated(5, n=64))
     A = dominated(5, n=64).requires_grad_()
@@ -313,3 +330,13 @@ def test_squares_that_underflow_prove_nothing():
         value, vector = pmaf.ied(scale * A)
         assert float(value) / scale == pytest.approx(0.71, rel=1e-10)
         assert float((vector @ x).abs()) == pytest.approx(1, rel=1e-10)
+
+
+def test_three_by_three_multiples_of_the_identity():
+    A = torch.linspace(-2, 2, 1001)[:, None, None] * torch.eye(3)
+    values, vectors = _eigh.eigh(A)
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(values, A.diagonal(dim1=-2, dim2=-1), rtol=4 * eps, atol=0)
+    torch.testing.assert_close(
+        vectors.mT @ vectors, torch.eye(3).expand_as(A), rtol=0, atol=8 * eps
+    )
