@@ -13,7 +13,7 @@ from pmaf_lab.bench.race import Competitor
 from pmaf_lab.experiments import Finding, Row, Scale
 
 _NEVER = float("inf")
-_POWER = Adaptive(power_from=0, krylov_from=_NEVER)
+_POWER = Adaptive(power_from=0, power_size=1, krylov_from=_NEVER)
 _KRYLOV = Adaptive(power_from=_NEVER, krylov_from=0, krylov_size=32)
 
 
