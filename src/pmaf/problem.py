@@ -18,7 +18,7 @@ from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.gradients.by_products import declared_gradients
 from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
-from pmaf.linalg.products import dot, norm, symmetric_part
+from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
@@ -129,11 +129,7 @@ class Problem(Named):
 
     @property
     def batch_shape(self) -> torch.Size:
-        first, *others = (self._batch_of(name) for name in self.inputs)
-        # `broadcast_shapes` takes longer than anything else that is asked of a small problem.
-        if all(other == first for other in others):
-            return first
-        return torch.broadcast_shapes(first, *others)
+        return broadcast(*(self._batch_of(name) for name in self.inputs))
 
     @property
     def n(self) -> int:

@@ -66,6 +66,13 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
 _LONG, _BLOCK = 1 << 16, 1 << 12
 
 
+def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
+    """`torch.broadcast_shapes`, which takes longer than a small product, where shapes differ."""
+    if all(other == first for other in others):
+        return first
+    return torch.broadcast_shapes(first, *others)
+
+
 def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     """`Σ left rightᵀ`, summed over whatever batch dimensions `shape` does not have.
 
@@ -73,7 +80,7 @@ def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torc
     written to memory once.
     """
     m, n = shape[-2:]
-    batch = torch.broadcast_shapes(*(x.shape[:-1] for x in (*lefts, *rights)))
+    batch = broadcast(*(x.shape[:-1] for x in (*lefts, *rights)))
     if len(shape) == 2 and batch:
         left = torch.cat([x.expand(*batch, m).reshape(-1, m) for x in lefts])
         right = torch.cat([x.expand(*batch, n).reshape(-1, n) for x in rights])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.loop import iterate
-from pmaf.linalg.products import dot, norm, one_if_zero, solve_factored
+from pmaf.linalg.products import broadcast, dot, norm, one_if_zero, solve_factored
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
@@ -72,7 +72,7 @@ def _solve(
     known: Tensor | None,
 ) -> Tensor:
     k, n = v.shape[-2:]
-    batch = torch.broadcast_shapes(A.shape[:-2], v.shape[:-2])
+    batch = broadcast(A.shape[:-2], v.shape[:-2])
     if len(batch) != 1 or any(x.shape[:-2] != batch for x in (A, y, v)):
         A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
         shift = shift.expand(*batch, k).reshape(-1, k)
