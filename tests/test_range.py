@@ -254,3 +254,21 @@ def test_gradients_whose_squares_underflow(options, traced):
     # the second of two is close to the third.
     close = torch.finfo(torch.float32).eps * (1e4 if "k" in options else 1e2)
     assert float((found - expected).norm() / expected.norm()) <= close
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(k=2), dict(symmetric=False), dict(largest=False)], ids=str
+)
+@pytest.mark.parametrize("n", [6, 300])
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_start_outlives_a_change_of_units(dtype, scale, n, options):
+    """The second attempt, in other units, is given the start as the user gave it."""
+    A = torch.rand(n, n, generator=torch.Generator().manual_seed(n))
+    A = (scale * (A + A.mT)).to(dtype)
+    found = pmaf.ied(A, init=torch.ones(n, dtype=dtype), **options)
+    expected = pmaf.ied(A.double(), **options)
+    eps = torch.finfo(dtype).eps
+    size = float(torch.linalg.matrix_norm(A.double(), 2))
+    assert found.vectors.dtype == dtype
+    assert float((found.values.double() - expected.values).abs().max()) <= 64 * eps * size

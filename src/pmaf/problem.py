@@ -14,23 +14,28 @@ from pmaf.autograd.attach import attach
 from pmaf.autograd.forward_mode import forward, require_forward
 from pmaf.autograd.products import attach_products
 from pmaf.certificate import certify_minimum, certify_minimum_by_products
-from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.gradients.by_products import declared_gradients
+from pmaf.gradients import Gradient, Unroll
+from pmaf.gradients.by_products import Incoming, declared_gradients
 from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
 from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
-from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import forward_mode, full_precision, require_eager
 from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.threads import OneThread
-from pmaf.solution import Backward, Certificate, Solution, announce
+from pmaf.solution import (
+    Certificate,
+    Solution,
+    announce,
+    require_products_suffice,
+    require_rules,
+)
 from pmaf.solvers import Outcome, Solver
 from pmaf.solvers.auto import SECULAR, best_minimum
-from pmaf.solvers.base import Minimum, has_form
+from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Basis, Factor
@@ -277,19 +282,9 @@ class Problem(Named):
 
         return step
 
-    def gradients_by_products(
-        self,
-        seen: Rows,
-        y: Tensor,
-        multiplier: Tensor,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        solver: Solver,
-        report: Backward,
-        needs: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         """Gradients of `flat`, by products alone."""
-        return declared_gradients(self, seen, y, multiplier, v, d_multiplier, solver, report, needs)
+        return declared_gradients(self, given)
 
     # From the problem to its solution.
 
@@ -368,13 +363,14 @@ class Problem(Named):
             return self._empty()
         try:
             with OneThread(self.matrix):
-                problem, init, finish = self.reduced(init)
-                return finish(problem._run(solver, gradient, init, report, throw))
+                problem, start, finish = self.reduced(init)
+                return finish(problem._run(solver, gradient, start, report, throw))
         except OutOfRangeError as found:
             unit = found.unit
         other = self.divided(unit)
+        start = None if init is None else init.to(other.dtype)
         return self.multiplied(
-            other.run(solver, gradient, init=init, report=report, throw=throw), unit
+            other.run(solver, gradient, init=start, report=report, throw=throw), unit
         )
 
     def _run(
@@ -475,8 +471,7 @@ class Problem(Named):
 
 def as_solution(outcome: Outcome) -> Solution:
     """An outcome of one vector as the user sees it."""
-    # torch.compile cannot slice a named tuple.
-    value, multiplier, residual, gap, iterations, converged, _ = outcome
+    value, multiplier, residual, gap, iterations, converged = outcome.tensors
     return Solution(value, multiplier, residual, gap, iterations, converged)
 
 
@@ -484,48 +479,3 @@ def in_dtype(dtype: torch.dtype, found: Solution) -> Solution:
     if found.value.dtype == dtype:
         return found
     return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))
-
-
-def require_rules(problem: Problem, solver: object, gradient: object) -> None:
-    """The solver and the gradient rule suit the problem, and each other."""
-    target = type(problem).__name__
-
-    def suits(kind: type[Solver] | type[Gradient] | Solver | Gradient) -> bool:
-        return any(has_form(problem, form) for form in kind.solves)
-
-    for role, given, kind in (("solver", solver, Solver), ("gradient", gradient, Gradient)):
-        if not (isinstance(given, kind) and suits(given)):
-            hint = "; pass an instance, not the class" if isinstance(given, type) else ""
-            raise TypeError(
-                f"{role}={given!r} does not serve {target}{hint}; "
-                f"choose one of {_choices(kind, suits)}"
-            )
-    if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
-        recordable = _choices(Solver, lambda kind: suits(kind) and kind.unrollable)
-        raise TypeError(
-            f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
-            f"use {recordable}, or gradient=Implicit()"
-        )
-
-
-def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> None:
-    """The solver and the gradient rule need no more than products with `A`."""
-    if not solver.matrix_free:
-        raise TypeError(
-            f"{solver!r} needs the entries of a matrix, and {A!r} is known by its products; "
-            "use Auto() or Krylov()"
-        )
-    if not isinstance(gradient, Implicit):
-        raise TypeError(
-            f"{gradient!r} needs the entries of a matrix, and {A!r} is known by its products; "
-            "use Implicit()"
-        )
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
-        raise RuntimeError(
-            f"{A!r} does not go through the transforms of torch.func; give the operator a "
-            "batch instead of vmap, and use torch.autograd"
-        )
-
-
-def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
-    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))

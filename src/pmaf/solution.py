@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.unroll import Unroll
 from pmaf.solvers import Auto, Outcome, Solver
+from pmaf.solvers.base import has_form
 
 
 @dataclass(eq=False)
@@ -157,3 +161,48 @@ def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
     if throw:
         raise ConvergenceError(message)
     warnings.warn(message, ConvergenceWarning, stacklevel=2)
+
+
+def require_rules(problem: Any, solver: object, gradient: object) -> None:
+    """The solver and the gradient rule suit the problem, and each other."""
+    target = type(problem).__name__
+
+    def suits(kind: type[Solver] | type[Gradient] | Solver | Gradient) -> bool:
+        return any(has_form(problem, form) for form in kind.solves)
+
+    for role, given, kind in (("solver", solver, Solver), ("gradient", gradient, Gradient)):
+        if not (isinstance(given, kind) and suits(given)):
+            hint = "; pass an instance, not the class" if isinstance(given, type) else ""
+            raise TypeError(
+                f"{role}={given!r} does not serve {target}{hint}; "
+                f"choose one of {_choices(kind, suits)}"
+            )
+    if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
+        recordable = _choices(Solver, lambda kind: suits(kind) and kind.unrollable)
+        raise TypeError(
+            f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
+            f"use {recordable}, or gradient=Implicit()"
+        )
+
+
+def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> None:
+    """The solver and the gradient rule need no more than products with `A`."""
+    if not solver.matrix_free:
+        raise TypeError(
+            f"{solver!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Auto() or Krylov()"
+        )
+    if not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"{gradient!r} needs the entries of a matrix, and {A!r} is known by its products; "
+            "use Implicit()"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        raise RuntimeError(
+            f"{A!r} does not go through the transforms of torch.func; give the operator a "
+            "batch instead of vmap, and use torch.autograd"
+        )
+
+
+def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
+    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.gradients.by_products import Incoming, options_of
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
 from pmaf.solution import Backward, announce
@@ -57,9 +58,11 @@ class _SolveByProducts(torch.autograd.Function):
         if any(needs) and not (v is None and d_multiplier is None):
             y, multiplier, *_ = ctx.saved_tensors
             with torch.no_grad(), full_precision(ctx.problem.device):
-                found = ctx.problem.gradients_by_products(
-                    ctx.seen, y, multiplier, v, d_multiplier, ctx.solver, ctx.report, needs
+                options = options_of(ctx.solver)
+                given = Incoming(
+                    ctx.seen, y, multiplier, v, d_multiplier, options, ctx.report, needs
                 )
+                found = ctx.problem.gradients_by_products(given)
         return *(None,) * 5, *first_order(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,42 +18,45 @@ from pmaf.tangent.residuals import Product, conjugate_residuals
 _KRYLOV = Krylov()
 
 
-def eigenvector_gradients(
-    problem: Any,
-    seen: Rows,
-    y: Tensor,
-    v: Tensor | None,
-    d_values: Tensor | None,
-    solver: Solver,
-    report: Any,
-    needs: Sequence[bool],
-) -> Sequence[Tensor | None]:
+class Incoming(NamedTuple):
+    """A solution that was found by products, and the gradients that came in for it."""
+
+    seen: Rows  # what the forward pass has seen of the operator
+    y: Tensor
+    multiplier: Tensor
+    v: Tensor | None  # the gradient of the solution
+    d_multiplier: Tensor | None
+    options: Krylov  # how many products may be taken
+    report: Any  # a `Backward` to fill
+    needs: Sequence[bool]  # which tensors want a gradient
+
+
+def options_of(solver: Solver) -> Krylov:
+    """How many products the backward pass of a solve by this solver may take."""
+    return solver if isinstance(solver, Krylov) else _KRYLOV
+
+
+def eigenvector_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of what the operator is made of, for eigenvectors `(*, k, n)`."""
-    k = problem.width
-    y, values = y.reshape(seen.entries, k, -1), seen.values
+    seen, values = given.seen, given.seen.values
     assert values is not None
-    v = None if v is None else v.reshape(y.shape)
+    y = given.y.reshape(seen.entries, problem.width, -1)
+    v = None if given.v is None else given.v.reshape(y.shape)
+    d_values = given.d_multiplier
     # Gradients of the eigenvalues in the units of the search.
     d_values = None if d_values is None else seen.back(d_values.reshape(values.shape))
     solve = _tangent if problem.symmetric else _bordered
-    z = solve(seen, values, y, v, d_values, _options(solver), report)
+    z = solve(given._replace(y=y, v=v, d_multiplier=d_values), values)
     left, right = z, y
     if problem.symmetric and not seen.A.symmetric:
         # The problem is that of the symmetric part, whatever the operator is.
         left, right = 0.5 * torch.cat([z, y], -2), torch.cat([y, z], -2)
-    return seen.pull_back(seen.lift(left), seen.lift(right), needs)
+    return seen.pull_back(seen.lift(left), seen.lift(right), given.needs)
 
 
-def _tangent(
-    seen: Rows,
-    values: Tensor,
-    y: Tensor,
-    v: Tensor | None,
-    d_values: Tensor | None,
-    options: Krylov,
-    report: Any,
-) -> Tensor:
+def _tangent(given: Incoming, values: Tensor) -> Tensor:
     """`z` such that the gradient is that of `Σ zᵀAy`, for a symmetric matrix."""
+    seen, y, v, d_values = given.seen, given.y, given.v, given.d_multiplier
     along = None if d_values is None else d_values.unsqueeze(-1) * y
     if v is None:
         assert along is not None
@@ -64,10 +67,10 @@ def _tangent(
         y,
         v,
         scale=seen.scale,
-        limit=options.max_products,
+        limit=given.options.max_products,
         agreed=seen.agreed,
     )
-    report.fill(solved.residual, solved.products, solved.converged)
+    given.report.fill(solved.residual, solved.products, solved.converged)
     z = solved.rows
     if y.shape[1] > 1:
         # Rounding is that of the largest eigenvalue seen, which need not be among the wanted.
@@ -79,16 +82,9 @@ def _tangent(
     return z if along is None else z + along
 
 
-def _bordered(
-    seen: Rows,
-    values: Tensor,
-    y: Tensor,
-    v: Tensor | None,
-    d_values: Tensor | None,
-    options: Krylov,
-    report: Any,
-) -> Tensor:
+def _bordered(given: Incoming, values: Tensor) -> Tensor:
     """The same for a general matrix: `(λI − Aᵀ)z = v − y(yᵀv)` with `yᵀz` given."""
+    seen, y, v, d_values = given.seen, given.y, given.v, given.d_multiplier
     along = torch.zeros_like(y) if d_values is None else d_values.unsqueeze(-1) * y
     right = torch.zeros_like(y) if v is None else v
     if d_values is not None:
@@ -100,28 +96,18 @@ def _bordered(
         y,
         right,
         scale=seen.scale,
-        depth=options.size(y.shape[-1]),
-        limit=options.max_products,
+        depth=given.options.size(y.shape[-1]),
+        limit=given.options.max_products,
         agreed=seen.agreed,
     )
-    report.fill(solved.residual, solved.products, solved.converged)
+    given.report.fill(solved.residual, solved.products, solved.converged)
     return along + solved.rows
 
 
-def least_squares_gradients(
-    problem: Any,
-    seen: Rows,
-    y: Tensor,
-    multiplier: Tensor,
-    v: Tensor | None,
-    d_multiplier: Tensor | None,
-    solver: Solver,
-    report: Any,
-    needs: Sequence[bool],
-) -> Sequence[Tensor | None]:
+def least_squares_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of what the operator is made of, and of `b`."""
-    b = problem.b
-    y, z = _minimum_tangent(seen.gram, seen, y, multiplier, v, d_multiplier, solver, report)
+    seen, needs, b = given.seen, given.needs, problem.b
+    y, z = _minimum_tangent(seen.gram, given)
     y, z = seen.lift(y), seen.lift(z)
     image, along = seen.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
     rest = image - b.reshape(image.shape)
@@ -130,22 +116,10 @@ def least_squares_gradients(
     return [*seen.pull_back(left, right, needs[:-1]), db]
 
 
-def declared_gradients(
-    problem: Any,
-    seen: Rows,
-    y: Tensor,
-    multiplier: Tensor,
-    v: Tensor | None,
-    d_multiplier: Tensor | None,
-    solver: Solver,
-    report: Any,
-    needs: Sequence[bool],
-) -> Sequence[Tensor | None]:
+def declared_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of all tensors, for a problem that declares its force and its curvature."""
-    shape = y.shape
-    _, z = _minimum_tangent(
-        seen.curvature_of(problem), seen, y, multiplier, v, d_multiplier, solver, report
-    )
+    seen, needs, shape = given.seen, given.needs, given.y.shape
+    y, z = _minimum_tangent(seen.curvature_of(problem), given)
     leaves = [x.detach().requires_grad_(need) for x, need in zip(problem.flat, needs)]
     u, z = (ranks.replicate(x.reshape(shape), seen.mesh) for x in (y, z))
     with torch.enable_grad():
@@ -157,33 +131,25 @@ def declared_gradients(
     return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(parts, problem.flat)]
 
 
-def _minimum_tangent(
-    curvature: Product,
-    seen: Rows,
-    y: Tensor,
-    multiplier: Tensor,
-    v: Tensor | None,
-    d_multiplier: Tensor | None,
-    solver: Solver,
-    report: Any,
-) -> tuple[Tensor, Tensor]:
+def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tensor]:
     """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
 
     `MinimumConditions.gradients` says what the gradient of the multiplier adds.
     """
-    y = y.reshape(seen.entries, 1, -1)
-    v = torch.zeros_like(y) if v is None else v.reshape(y.shape)
+    seen, d_multiplier = given.seen, given.d_multiplier
+    y = given.y.reshape(seen.entries, 1, -1)
+    v = torch.zeros_like(y) if given.v is None else given.v.reshape(y.shape)
     along = None if d_multiplier is None else d_multiplier.reshape(-1, 1, 1) * y
     if along is not None:
         v = v - curvature(along)
     kept = seen.by_entries
     solved = conjugate_residuals(
         lambda x: -curvature(x),
-        multiplier.reshape(-1, 1),
+        given.multiplier.reshape(-1, 1),
         y,
         v if kept is None else torch.where(kept.mask[:, None, None], 0, v),
         scale=seen.scale,
-        limit=_options(solver).max_products,
+        limit=given.options.max_products,
         agreed=seen.agreed,
     )
     z, residual, converged = solved.rows, solved.residual, solved.converged & seen.unique
@@ -193,10 +159,5 @@ def _minimum_tangent(
             torch.where(kept.mask.reshape(-1, *(1,) * (x.dim() - 1)), x, other)
             for x, other in zip(exact, (z, residual, converged))
         )
-    report.fill(residual, solved.products, converged)
+    given.report.fill(residual, solved.products, converged)
     return y, z if along is None else z + along
-
-
-def _options(solver: Solver) -> Krylov:
-    """How many products a backward pass may take."""
-    return solver if isinstance(solver, Krylov) else _KRYLOV

@@ -15,7 +15,7 @@ from pmaf import errors
 from pmaf.autograd.attach import attach_found
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit
-from pmaf.gradients.by_products import eigenvector_gradients
+from pmaf.gradients.by_products import Incoming, eigenvector_gradients
 from pmaf.gradients.eigenvectors import EigenConditions, general_newton, symmetric_newton
 from pmaf.linalg import sphere
 from pmaf.linalg.eigh import eigh
@@ -23,14 +23,13 @@ from pmaf.linalg.products import norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, merge_tolerance, require_range
 from pmaf.linalg.symmetric_part import FORM_TO
 from pmaf.operators.base import Operator, as_operator, known_by_products
-from pmaf.operators.rows import Rows
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.runtime.ranks import whole
 from pmaf.runtime.threads import OneThread
-from pmaf.solution import Backward, Certificate, Solution
+from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.adaptive import TOLERANCE, Adaptive, rate_of_steps
 from pmaf.solvers.auto import best_eigenvectors
@@ -197,18 +196,8 @@ class PrincipalEigenvectors(Problem):
         values = (image * rows).sum(-1)
         return values.squeeze(-1) if self.k is None else values
 
-    def gradients_by_products(
-        self,
-        seen: Rows,
-        y: Tensor,
-        multiplier: Tensor,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        solver: Solver,
-        report: Backward,
-        needs: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
-        return eigenvector_gradients(self, seen, y, v, d_multiplier, solver, report, needs)
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        return eigenvector_gradients(self, given)
 
     def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         if init is not None and self.dims_of(init) == 1:
@@ -225,7 +214,9 @@ class PrincipalEigenvectors(Problem):
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A = self.matrix
-        if not solver.takes_any_scale(self):
+        # torch's own derivative of a recorded decomposition does not see to the range.
+        recorded = torch.is_grad_enabled() and A.requires_grad
+        if recorded or not solver.takes_any_scale(self):
             require_range(A)
         try:
             outcome = solver.solve(self, init=init, report=report)

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
-from pmaf.gradients.by_products import least_squares_gradients
+from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators.base import Operator, as_operator, known_by_products
-from pmaf.operators.rows import Rows
 from pmaf.problem import Problem, as_solution, in_dtype
 from pmaf.runtime.modes import plain
-from pmaf.solution import Backward, Certificate, Solution
+from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import best_least_squares
 from pmaf.solvers.base import LeastSquares, Outcome
@@ -136,20 +135,8 @@ class SphereLeastSquares(Problem):
     ) -> LeastSquaresConditions:
         return LeastSquaresConditions(self, tensors, y, state, matvec(tensors[0], y))
 
-    def gradients_by_products(
-        self,
-        seen: Rows,
-        y: Tensor,
-        multiplier: Tensor,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        solver: Solver,
-        report: Backward,
-        needs: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
-        return least_squares_gradients(
-            self, seen, y, multiplier, v, d_multiplier, solver, report, needs
-        )
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        return least_squares_gradients(self, given)
 
     def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         problem, init, _ = super().reduced(init)
