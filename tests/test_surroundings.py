@@ -16,6 +16,7 @@ from pmaf.solvers import (
     Eigenvectors,
     Lanczos,
     LeastSquares,
+    Minimum,
     Outcome,
     PowerIteration,
     Secular,
@@ -23,6 +24,7 @@ from pmaf.solvers import (
     Solver,
 )
 from pmaf.tangent.kept import Nothing
+from tests.quadratic import SphereQuadratic
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -321,6 +323,53 @@ def test_a_solver_of_ones_own_that_needs_products_alone():
     for other in results[1:]:
         for x, y in zip(results[0], other):
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent(Solver):
+    """Projected gradient steps on an operator, for any minimum on the sphere."""
+
+    solves = (Minimum,)
+    matrix_free = True
+    step: float = 0.1
+
+    def solve(self, problem, *, init=None, report=True):
+        u = torch.ones(*problem.batch_shape, problem.n, dtype=problem.dtype)
+        u = u / u.norm(dim=-1, keepdim=True)
+        for _ in range(3000):
+            u = u + self.step * problem.force(u, *problem.tensors)
+            u = u / u.norm(dim=-1, keepdim=True)
+        force = problem.force(u, *problem.tensors)
+        multiplier = (u * force).sum(-1)
+        rest = (force - multiplier.unsqueeze(-1) * u).norm(dim=-1)
+        unknown = torch.full_like(rest, torch.nan)
+        return Outcome(u, multiplier, rest, unknown, 0 * rest.long(), unknown.isnan())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("kind", ["least squares", "declared"])
+def test_what_a_solver_of_ones_own_has_not_said_is_found_out(kind, scale):
+    """The backward pass measures its residual against the size of the curvature."""
+    A, b = random(40, 24).double(), 8 * random(40).double()
+    if kind == "least squares":
+        leaves, power = (scale * A, scale * b), 2
+        pose = pmaf.SphereLeastSquares
+    else:
+        leaves, power = (scale * A.mT @ A, scale * A.mT @ b), 1
+        pose = SphereQuadratic
+    leaves = [x.requires_grad_() for x in leaves]
+    solver = Descent(0.005 / scale**power)
+    seen = []
+    for problem, way in (
+        (pose(pmaf.operators.Matrix(leaves[0]), leaves[1]), solver),
+        (pose(*leaves), None),
+    ):
+        solution = pmaf.solve(problem, solver=way)
+        seen.append(torch.autograd.grad(solution.value.cos().sum(), leaves))
+        if way is not None:
+            assert solution.backward.converged.all()
+    for x, y in zip(*seen):
+        torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-8 * float(y.abs().max()))
 
 
 def test_a_layer_is_not_mistaken_for_its_module():

@@ -77,14 +77,17 @@ class Rows:
         rows = rows.reshape(*problem.batch_shape, -1, rows.shape[-1])
         return ranks.replicate(rows, self.mesh)
 
-    def look(self, multipliers: Tensor) -> None:
-        """Estimate the size of the matrix for a solver that does not report it."""
+    def look(self, product: Callable[[Tensor], Tensor], multipliers: Tensor) -> None:
+        """Estimate the size of the matrix of these products, for a solver that does not say it.
+
+        By three products with a vector without structure, and by the multipliers.
+        """
         n = self.A.shape[-1]
-        row = fixed_rows(n, self.A.dtype, self.A.device)[:1]
-        seen = long_norm(self.transposed(self(row.expand(self.entries, 1, n)))) / long_norm(row)
-        values = multipliers.reshape(self.entries, -1)
-        self.values = values
-        self.scale = torch.maximum(seen.squeeze(-1).sqrt(), values.abs().amax(-1))
+        row = fixed_rows(n, self.A.dtype, self.A.device)[:1].expand(self.entries, 1, n)
+        for _ in range(3):
+            row = product(row / one_if_zero(long_norm(row)).unsqueeze(-1))
+        self.values = multipliers.reshape(self.entries, -1)
+        self.scale = torch.maximum(long_norm(row).squeeze(-1), self.values.abs().amax(-1))
 
     def lift(self, rows: Tensor) -> Tensor:
         """As the operator takes them."""

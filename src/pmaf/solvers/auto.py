@@ -25,7 +25,6 @@ class Auto(Solver):
     """The fastest solver for the problem at hand among those that are globally optimal."""
 
     solves = (Minimum, Eigenvectors)
-    matrix_free = True
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return self.resolve(problem).solve(problem, init=init, report=report)

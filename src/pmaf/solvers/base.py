@@ -133,7 +133,12 @@ class Solver(Configured):
         """What `solve` finds for an operator, and what was seen of it, for the backward pass."""
         outcome = self.solve(problem, init=init)
         seen = rows_of(problem)
-        seen.look(outcome.multiplier)
+        product: Any = seen
+        if has_form(problem, LeastSquares):
+            product = seen.gram
+        elif has_form(problem, Minimum):
+            product = seen.curvature_of(problem)
+        seen.look(product, outcome.multiplier)
         return outcome, seen
 
     def resolve(self, problem: Any) -> Solver:
