@@ -57,6 +57,10 @@ CHOLESKY = (
     "test_less_cholesky.py::test_a_multiplier_that_is_corrected_has_to_prove_itself_again "
     "test_less_hard_cases.py"
 )
+MULTIPLIER = (
+    "test_less_gradients.py::test_the_multiplier_is_differentiable "
+    "test_declared.py::test_derivatives_of_any_order"
+)
 TALL = (
     "test_less_sizes.py::test_tall[1-1000-40-1000-inner-None] "
     "test_less_sizes.py::test_tall[300-2000-14-1000-inner-None] "
@@ -1296,4 +1300,109 @@ BUGS = [
     *FORWARD,
     *LINALG,
     *SOLVERS,
+    Bug(
+        "multiplier: its gradient through the solution has the wrong sign",
+        "gradients/minimum.py",
+        "v = -moved if v is None else v - moved",
+        "v = moved if v is None else v + moved",
+        MULTIPLIER,
+    ),
+    Bug(
+        "multiplier: its gradient in the inputs is left out",
+        "gradients/minimum.py",
+        "self.pullback(self.tangent_solve(v) + along, needs)",
+        "self.pullback(self.tangent_solve(v), needs)",
+        MULTIPLIER,
+    ),
+    Bug(
+        "multiplier by products: its gradient in the inputs is left out",
+        "gradients/by_products.py",
+        "return y, z if along is None else z + along",
+        "return y, z",
+        MULTIPLIER + " test_declared.py::test_operators",
+    ),
+    Bug(
+        "multiplier by products: its gradient through the solution is left out",
+        "gradients/by_products.py",
+        "v = v - curvature(along)",
+        "v = v + 0",
+        MULTIPLIER + " test_declared.py::test_operators",
+    ),
+    Bug(
+        "declared: the system is that of another shift",
+        "gradients/minimum.py",
+        "curvature(z) + shift.unsqueeze(-1) * z",
+        "curvature(z) - shift.unsqueeze(-1) * z",
+        "test_declared.py",
+    ),
+    Bug(
+        "declared: second derivatives without those of the curvature",
+        "gradients/minimum.py",
+        "return torch.func.vjp(curved, *tensors)[1](w), (w * z).sum(-1)",
+        "return tuple(0 * x for x in tensors), (w * z).sum(-1)",
+        "test_declared.py",
+    ),
+    Bug(
+        "declared: every curvature is taken for positive",
+        "solvers/krylov_minimum.py",
+        "self.definite = has_form(problem, LeastSquares)",
+        "self.definite = True",
+        "test_declared.py",
+    ),
+    Bug(
+        "declared: the smallest eigenvalue stays in the multiplier",
+        "solvers/secular.py",
+        "multiplier=(t - low).to(dtype)",
+        "multiplier=t.to(dtype)",
+        "test_declared.py",
+    ),
+    Bug(
+        "declared: forward mode does not project",
+        "problem.py",
+        "return sphere.project(u + correct(sphere.tangent(u, force)))",
+        "return u + correct(sphere.tangent(u, force))",
+        "test_forward.py",
+    ),
+    Bug(
+        "the second attempt starts from what the first made of its start",
+        "problem.py",
+        "start = None if init is None else init.to(other.dtype)",
+        "start = start",
+        "test_range.py::test_a_start_outlives_a_change_of_units",
+    ),
+    Bug(
+        "the size of the curvature is far too large",
+        "solvers/base.py",
+        "product = seen.gram",
+        "product = lambda x: 1e9 * seen.gram(x)",
+        "test_surroundings.py::test_what_a_solver_of_ones_own_has_not_said_is_found_out",
+    ),
+    Bug(
+        "small: the sign is that of the decomposition",
+        "layers/ied.py",
+        "y = y * _default_signs(y).unsqueeze(-1)\n        # There",
+        "y = y * 1\n        # There",
+        "test_ied_small.py",
+    ),
+    Bug(
+        "small: the smallest eigenvalue has the sign of the search",
+        "layers/ied.py",
+        "return Eigenpairs(values if largest else -values, vectors)",
+        "return Eigenpairs(values, vectors)",
+        "test_ied_small.py",
+    ),
+    Bug(
+        "power steps keep twice the symmetric part",
+        "krylov/power.py",
+        "matrix=matrix.mul_(half)",
+        "matrix=matrix.mul_(size)",
+        "test_ied_small.py",
+    ),
+    Bug(
+        "vmap: a shared matrix has a basis for every entry",
+        "autograd/attach.py",
+        "kind is Basis and len(posed.basis_batch) == len(posed.batch_shape)",
+        "kind is Basis",
+        "test_transforms.py::test_cell",
+    ),
 ]

@@ -89,6 +89,19 @@ def test_it_is_the_general_solution(way, largest, batch, dtype):
     same(A.mT, largest, ALWAYS)
 
 
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("n", [1, 2, 3, 12, 64])
+@pytest.mark.parametrize("batch", [(), (4,), (2, 3)], ids=str)
+def test_the_short_forward_pass_is_that_of_its_solver(batch, n, largest, monkeypatch):
+    A = indefinite(*batch, n=n)
+    general = outputs(lambda A: pmaf.ied(A, largest=largest, solver=Adaptive()), A)
+    # A call with default options builds no problem unless a Krylov space is needed.
+    monkeypatch.setattr(_ied, "PrincipalEigenvectors", None)
+    short = outputs(lambda A: pmaf.ied(A, largest=largest), A)
+    for x, y in zip(short, general, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", SYMMETRIC)
 def test_named_matrices_by_default_and_in_general_are_the_same(name):
     A = SYMMETRIC[name]()

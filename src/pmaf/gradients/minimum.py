@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 
 from pmaf.gradients.base import Gradient, contract
+from pmaf.gradients.implicit import Implicit
 from pmaf.linalg.gram import promoted, singular_spectrum
 from pmaf.linalg.products import dot, matvec, outer_sum, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, merged
@@ -176,6 +177,8 @@ class MinimumConditions:
         along = d_multiplier.unsqueeze(-1) * self.y
         moved = self.curvature(along)
         v = -moved if v is None else v - moved
+        if isinstance(rule, Implicit):
+            return self.pullback(self.tangent_solve(v) + along, needs)
         pairs = zip(rule.pullback(self, v, needs), self.pullback(along, needs))
         return tuple(None if x is None or y is None else x + y for x, y in pairs)
 
