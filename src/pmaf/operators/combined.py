@@ -83,12 +83,14 @@ def _split(parts: Sequence[Operator], items: Sequence) -> list[Sequence]:
     return found
 
 
-class Scaled(Operator):
-    """A number times an operator."""
+class _Multiple(Operator):
+    """A multiple of an operator; `times` multiplies rows by the factor."""
 
-    def __init__(self, part: Operator, factor: float) -> None:
-        self.part, self.factor = part, number("the factor of an operator", factor)
-        self.symmetric = part.symmetric
+    def __init__(self, part: Operator) -> None:
+        self.part, self.symmetric = part, part.symmetric
+
+    def times(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
 
     @property
     def shape(self) -> torch.Size:
@@ -106,68 +108,52 @@ class Scaled(Operator):
     def device(self) -> torch.device:
         return self.part.device
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Scaled:
-        return Scaled(self.part.with_tensors(tensors), self.factor)
-
     def claims(self) -> Iterator[Operator]:
         return self.part.claims()
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self.times(self.part.matvec(rows))
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return self.times(self.part.rmatvec(rows))
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        return self.part.pullback(self.times(left), right, needs)
+
+
+class Scaled(_Multiple):
+    """A number times an operator."""
+
+    def __init__(self, part: Operator, factor: float) -> None:
+        super().__init__(part)
+        self.factor = number("the factor of an operator", factor)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Scaled:
+        return Scaled(self.part.with_tensors(tensors), self.factor)
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
         part, exponents = self.part.in_units(rows)
         mantissa, power = math.frexp(self.factor)
         return Scaled(part, mantissa), exponents + power
 
-    def matvec(self, rows: Tensor) -> Tensor:
-        return self.factor * self.part.matvec(rows)
-
-    def rmatvec(self, rows: Tensor) -> Tensor:
-        return self.factor * self.part.rmatvec(rows)
-
-    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        return self.part.pullback(self.factor * left, right, needs)
+    def times(self, rows: Tensor) -> Tensor:
+        return self.factor * rows
 
     def __repr__(self) -> str:
         return f"Scaled({self.part!r}, {self.factor})"
 
 
-class TimesPowers(Operator):
+class TimesPowers(_Multiple):
     """An operator times a power of two for each batch entry, with exponents `(*,)`."""
 
     def __init__(self, part: Operator, exponents: Tensor) -> None:
-        self.part, self.exponents, self.symmetric = part, exponents, part.symmetric
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.part.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.part.tensors
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.part.device
+        super().__init__(part)
+        self.exponents = exponents
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TimesPowers:
         return TimesPowers(self.part.with_tensors(tensors), self.exponents)
 
-    def claims(self) -> Iterator[Operator]:
-        return self.part.claims()
-
-    def matvec(self, rows: Tensor) -> Tensor:
-        return self._times(self.part.matvec(rows))
-
-    def rmatvec(self, rows: Tensor) -> Tensor:
-        return self._times(self.part.rmatvec(rows))
-
-    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        return self.part.pullback(self._times(left), right, needs)
-
-    def _times(self, rows: Tensor) -> Tensor:
+    def times(self, rows: Tensor) -> Tensor:
         power = self.exponents.to(rows.dtype).exp2()[..., None, None]
         return rows * replicate(power, mesh_of(rows))
 
