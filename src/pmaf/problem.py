@@ -38,7 +38,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Factor
+from pmaf.tangent.kept import Basis, Decomposition, Factor
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -332,10 +332,11 @@ class Problem(Named):
         if isinstance(found, Solution):
             return in_dtype(self.dtype, replace(found, multiplier=multiplier, gap=gap))
         kept = found.kept
-        if isinstance(kept, Basis):
-            kept = kept._replace(spread=kept.spread * unit.unsqueeze(-1) ** (self.degree or 0))
+        power = self.degree or 0
+        if isinstance(kept, (Basis, Decomposition)):
+            kept = type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)
         if isinstance(kept, Factor):
-            kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * (self.degree or 0)))
+            kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * power))
         return found._replace(multiplier=multiplier, gap=gap, kept=kept)
 
     def run(

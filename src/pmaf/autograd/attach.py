@@ -9,8 +9,7 @@ In eager mode the solver is called directly, because the dispatch of an operator
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from pmaf.runtime.threads import OneThread
 from pmaf.solution import announce, warn_of_gradient
 from pmaf.solvers import Outcome, Solver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept
+from pmaf.tangent.kept import NOTHING, RETURNED, Basis, Factor, Kept
 
 
 def attach(
@@ -40,9 +39,8 @@ def attach(
     aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
     # A trace must not see tensors inside of an argument.
     posed = problem if aside is not None else problem.bare()
-    found: Any = Solve.apply(
-        *(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside
-    )
+    apply: Any = Solve.apply if aside is None else _apply_plainly
+    found = apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside)
     if aside:
         return aside[0]._replace(value=found[0], multiplier=found[1])
     return Outcome.of(found[:6])
@@ -52,8 +50,18 @@ def attach_found(
     outcome: Outcome, A: Tensor, problem: Any, solver: Solver, gradient: Gradient
 ) -> tuple[Tensor, Tensor]:
     """Attach a gradient to what was found for a tensor, in eager mode; `problem` is without it."""
-    found: Any = Solve.apply(A, None, None, problem, solver, gradient, False, False, [outcome])
-    return found[0], found[1]
+    return _apply_plainly(A, None, None, problem, solver, gradient, False, False, [outcome])
+
+
+def _apply_plainly(*arguments: Any) -> Any:
+    """`Solve.apply` for a call that nobody traces or transforms.
+
+    `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and
+    looks for the wrappers of transforms. There are neither, and looking for them takes as long as
+    the decomposition of a small matrix. So this calls the method that it overrides.
+    """
+    base: Any = super(torch.autograd.Function, Solve)
+    return base.apply(*arguments)
 
 
 def solve_opaquely(
@@ -112,11 +120,8 @@ def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
     """
     kept = outcome.kept
     copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]
-    large: list[Tensor] = []
-    if isinstance(kept, kind) and isinstance(kept, Basis):
-        large = [kept.rows.contiguous(), kept.spread.clone()]
-    elif isinstance(kept, kind) and isinstance(kept, Factor):
-        large = [kept.lower.contiguous()]
+    held: Any = kept if isinstance(kept, kind) and kind in RETURNED else ()
+    large = [x.contiguous() if i == 0 else x.clone() for i, x in enumerate(held)]
     return *copies, *large, *(copies[0].new_empty(0) for _ in range(2 - len(large)))
 
 
@@ -135,11 +140,11 @@ def _solve_fake(
     row = first.new_empty(batch)
     kind = decode(solver).keeps(posed)
     held: list[Tensor] = []
-    if kind is Basis:
+    if kind is Factor:
+        held = [first.new_empty((*batch, n, n))]
+    elif kind in RETURNED:
         rows = (*posed.basis_batch, posed.rank)
         held = [first.new_empty((*rows, n)), first.new_empty(rows)]
-    elif kind is Factor:
-        held = [first.new_empty((*batch, n, n))]
     return (
         first.new_empty((*batch, *vectors, n)),
         first.new_empty((*batch, *vectors)),
@@ -183,7 +188,7 @@ def _solve_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple
     posed = bare.with_tensors(*_given(first, second))
     outputs = torch.ops.pmaf.solve(first, second, init, problem, solver, report, throw)
     kind = decode(solver).keeps(posed)
-    mapped = kind is Factor or (kind is Basis and len(posed.basis_batch) == len(posed.batch_shape))
+    mapped = kind is not Basis or len(posed.basis_batch) == len(posed.batch_shape)
     held = tuple(0 if mapped and x.numel() and x.dim() > 1 else None for x in outputs[6:])
     return outputs, (*(0,) * 6, *held)
 
@@ -249,34 +254,10 @@ class Solve(torch.autograd.Function):
         return *(*summed, None)[:2], *(None,) * 7
 
 
-class _Positional(inspect.Signature):
-    """A signature of arguments that are all given, in order.
-
-    `Function.apply` binds the arguments of each call to the signature of `forward` to fill in
-    defaults. There are none, and binding takes as long as a decomposition of a small matrix.
-    """
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return _Bound(args, kwargs)
-
-
-class _Bound(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def apply_defaults(self) -> None:
-        pass
-
-
-Solve.forward.__signature__ = _Positional(  # pyright: ignore[reportFunctionMemberAccess]
-    list(inspect.signature(Solve.forward).parameters.values())
-)
-
-
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:
     """What an operator returned, with what was kept as what it is."""
     kind = solver.keeps(problem)
-    kept = kind(*output[6 : 6 + len(kind._fields)]) if kind in (Basis, Factor) else NOTHING
+    kept = kind(*output[6 : 6 + len(kind._fields)]) if kind in RETURNED else NOTHING
     return Outcome.of(output[:6], kept)
 
 

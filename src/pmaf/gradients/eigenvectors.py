@@ -38,7 +38,7 @@ from pmaf.runtime.modes import plain, require_eager
 from pmaf.tangent.bordered import State, Tensors, tangent_solve
 from pmaf.tangent.complement import complement_solve
 from pmaf.tangent.general import dominant_solve
-from pmaf.tangent.kept import Basis, Rate
+from pmaf.tangent.kept import Decomposition, Rate
 from pmaf.tangent.series import rate_of
 
 
@@ -48,17 +48,14 @@ class _ShiftedSystem:
 
     def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         kept, k = state.kept, y.shape[-2]
-        if not isinstance(kept, Basis):
+        if not isinstance(kept, Decomposition):
             z = complement_solve(tensors[0], state.shift, y, v, kept, state.gap)
             return z if k == 1 else z + self._within(v, y, tensors, state)
-        spread = kept.spread
-        rise = size = spread.unsqueeze(-2)
-        if k > 1:  # the requested vectors are the last of the basis; the first has no rise
-            rise = rise - spread[..., -k:].flip(-1).unsqueeze(-1)
-            size = rise.abs()
-        apart = size > merge_tolerance(v.dtype) * self._scale(tensors, state)
+        rise = state.shift.unsqueeze(-1) - kept.values.unsqueeze(-2)
+        size = rise if k == 1 else rise.abs()  # nothing is above the largest eigenvalue
+        equal = size <= merge_tolerance(v.dtype) * self._scale(tensors, state)
         product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
-        return product(torch.where(apart, product(v, kept.rows.mT) / rise, 0), kept.rows)
+        return product((product(v, kept.rows.mT) / rise).masked_fill(equal, 0), kept.rows)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """Which vectors are in the border of which, `(*, k, k)`; None if each is alone."""
@@ -86,11 +83,10 @@ class _ShiftedSystem:
 
     def _scale(self, tensors: Tensors, state: State) -> Tensor:
         """`‖A‖` in the spectral norm, `(*, 1, 1)`: what eigenvalues are rounded against."""
-        shift, kept = state.shift, state.kept
-        if not isinstance(kept, Basis):
-            return largest_modulus(tensors[0], shift)
-        values = (shift if shift.shape[-1] == 1 else shift[..., :1]) - kept.spread
-        return torch.linalg.vector_norm(values, math.inf, -1, keepdim=True).unsqueeze(-1)
+        kept = state.kept
+        if not isinstance(kept, Decomposition):
+            return largest_modulus(tensors[0], state.shift)
+        return torch.linalg.vector_norm(kept.values.unsqueeze(-2), math.inf, -1, keepdim=True)
 
 
 def differences(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,9 +315,8 @@ def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
 def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor], Tensor]:
     """Newton's step for eigenvectors as rows `(*, k, n)`, from a solution for `fixed`."""
     S, shift = symmetric_part(A), found.multiplier
-    if isinstance(found.kept, Basis):
-        rows, spread = found.kept
-        values, vectors = shift[..., :1] - spread, rows.mT
+    if isinstance(found.kept, Decomposition):
+        values, vectors = found.kept.values, found.kept.rows.mT
     else:
         values, vectors = torch.linalg.eigh(symmetric_part(fixed))
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)

@@ -35,7 +35,7 @@ from pmaf.solvers.adaptive import TOLERANCE, Adaptive, rate_of_steps
 from pmaf.solvers.auto import best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis
+from pmaf.tangent.kept import Decomposition
 
 
 class Eigenpairs(NamedTuple):
@@ -377,6 +377,7 @@ def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if _ADAPTIVE.takes_krylov(A.numel(), A.shape[-1], 1):
         return None
+    recorded = A.requires_grad and torch.is_grad_enabled()
     with torch.no_grad(), OneThread(A):
         n, batch = A.shape[-1], A.shape[:-2]
         flat = A if A.dim() == 3 else A.reshape(-1, n, n)
@@ -394,10 +395,12 @@ def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
             if not math.isfinite(float(values.sum())):
                 return None
             y, value = vectors.select(-1, -1), values.select(-1, -1).clone()
-            kept = Basis(vectors.mT, values[..., -1:] - values)
+            kept = Decomposition(vectors.mT, values)
         y = y * _default_signs(y).unsqueeze(-1)
         # There is no report: what it would have is never looked at.
         outcome = Outcome(y, value, value, _unknown(A.dtype), value, value, kept)
+        if not recorded:
+            return y, value
     return attach_found(outcome, A, _BARE, _ADAPTIVE, _IMPLICIT)
 
 

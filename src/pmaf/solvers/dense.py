@@ -12,7 +12,7 @@ from pmaf.linalg.eigh import eigh
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import gap_of, without_report
-from pmaf.tangent.kept import Basis, Kept, Nothing
+from pmaf.tangent.kept import Decomposition, Kept, Nothing
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Dense(Solver):
         return self._symmetric(problem, report) if problem.symmetric else self._general(problem)
 
     def keeps(self, problem: Any) -> type[Kept]:
-        return Basis if problem.symmetric else Nothing
+        return Decomposition if problem.symmetric else Nothing
 
     def takes_any_scale(self, problem: Eigenvectors) -> bool:
         # LAPACK's syevd scales a matrix whose entries are near the ends of the range.
@@ -66,7 +66,7 @@ class Dense(Solver):
             gap=gap_of(values.detach().flip(-1), k) if report else unknown,
             iterations=none,
             converged=converged,
-            kept=Basis(vectors.mT, top[..., :1] - values),
+            kept=Decomposition(vectors.mT, values),
         )
 
     def _general(self, problem: Eigenvectors) -> Outcome:

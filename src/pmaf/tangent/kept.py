@@ -22,6 +22,13 @@ class Basis(NamedTuple):
     spread: Tensor  # (*, p)
 
 
+class Decomposition(NamedTuple):
+    """All eigenvectors of a symmetric matrix, and its eigenvalues in ascending order."""
+
+    rows: Tensor  # (*, n, n), orthonormal
+    values: Tensor  # (*, n)
+
+
 class Factor(NamedTuple):
     """A Cholesky factor of the curvature plus a multiple of `yyᵀ`; nan or zero if there is none."""
 
@@ -36,4 +43,6 @@ class Rate(NamedTuple):
 
 
 NOTHING = Nothing()
-Kept = Nothing | Basis | Factor | Rate
+Kept = Nothing | Basis | Decomposition | Factor | Rate
+# What an opaque operator returns beside its outcome; a trace has to know the shapes in advance.
+RETURNED = (Basis, Decomposition, Factor)
