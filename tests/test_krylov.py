@@ -9,9 +9,15 @@ from torch import nn
 
 import pmaf
 from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix, Sparse
-from pmaf.solvers import Auto, Krylov
+from pmaf.solvers import Auto, Krylov, Lanczos
 from pmaf_lab.experiments.measure import peak_bytes
-from tests.ied_cases import NONSYMMETRIC, REPEATED_ELSEWHERE, REPEATED_TOP, SYMMETRIC
+from tests.ied_cases import (
+    NONSYMMETRIC,
+    REPEATED_ELSEWHERE,
+    REPEATED_TOP,
+    SYMMETRIC,
+    with_eigenvalues,
+)
 from tests.less_cases import DEGENERATE, REGULAR, with_singular_values
 from tests.oracles import differences
 
@@ -689,6 +695,19 @@ def test_a_generator_draws_the_start():
     A = Diagonal(ladder(300))
     found = pmaf.ied(A, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(found.vectors.abs(), pmaf.ied(A).vectors.abs(), rtol=0, atol=1e-11)
+
+
+def test_lanczos_is_the_search_with_blocks():
+    """Rows beyond the one requested pull its neighbours away from it, and need not converge."""
+    close = [1.0, 0.999, 0.998]
+    A = with_eigenvalues([*close, *torch.linspace(0.89, -1, 397).tolist()])
+    problem = pmaf.PrincipalEigenvectors(A)
+    found = [pmaf.solve(problem, solver=Lanczos(depth=6, extra=extra)) for extra in (0, 4)]
+    for solution in found:
+        assert solution.converged
+        assert abs(float(solution.multiplier) - 1) <= 64 * torch.finfo(F64).eps
+    narrow, wide = (int(solution.iterations) for solution in found)
+    assert wide < 0.75 * narrow
 
 
 def test_a_dense_matrix_may_ask_for_it():

@@ -29,8 +29,9 @@ class Inside(NamedTuple):
 class Task(Protocol):
     """What is looked for."""
 
-    width: int  # rows that are looked for
-    guards: int  # of them, how many only have to be seen to lie behind the others
+    wanted: int  # rows that are looked for
+    guards: int  # rows after them that have to be seen to lie behind them
+    width: int  # of the block that the space grows by, other rows included
 
     def inside(self, space: Space) -> Inside: ...
 
@@ -88,7 +89,7 @@ def search(
             rows, images = inside.rows.bmm(space.rows), inside.rows.bmm(space.images)
             rest = task.residual(inside.values, rows, images)
             lengths = long_norm(rest) / one_if_zero(inside.scale).unsqueeze(-1)
-            wanted = task.width - task.guards
+            wanted = task.wanted
             residual = lengths[:, :wanted].amax(-1)
             done = residual <= tolerance
             history.append(residual)
@@ -101,7 +102,8 @@ def search(
                 close = residual <= _CLOSE * tolerance
                 done = done | (stuck & close)
                 hopeless = hopeless | (stuck & ~close & (refreshed > 1))
-            behind = _behind(inside, space, lengths, wanted, tolerance)
+            guards = lengths[:, wanted : wanted + task.guards]
+            behind = _behind(inside, space, guards <= tolerance)
             if everything:
                 # Nothing is left to be seen, and nothing but rounding of the residual.
                 behind, done = torch.ones_like(done), residual <= _CLOSE * tolerance
@@ -132,11 +134,12 @@ def search(
                 if restarts % _REFRESH == 0:
                     space.refresh()
                 if restarts >= _CORRECT_FROM and system is not None:
+                    ours, others = rest.tensor_split((wanted + task.guards,), 1)
                     step = conjugate_residuals(
                         system,
-                        inside.values,
+                        inside.values[:, : ours.shape[1]],
                         rows,
-                        rest,
+                        ours,
                         scale=inside.scale,
                         limit=_CORRECT_TO,
                         agreed=agreed,
@@ -146,7 +149,7 @@ def search(
                     length = long_norm(step.rows).unsqueeze(-1)
                     # Only the direction of the step matters, however short the step is.
                     scaled = space.reach.unsqueeze(-1) * step.rows / one_if_zero(length)
-                    rest = torch.where(length > 0, scaled, rest)
+                    rest = torch.cat([torch.where(length > 0, scaled, ours), others], 1)
                 look = space.width + max(1, (space.size - space.width) // 2)
             # A guard is worth what powers of the matrix make of a start without structure. Its
             # own residual would let go of what has not shown yet.
@@ -156,7 +159,7 @@ def search(
         ahead = rest = space.grow(rest)
 
 
-def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, tolerance: float) -> Tensor:
+def _behind(inside: Inside, space: Space, converged: Tensor) -> Tensor:
     """Whether what guards has turned out to lie behind the rows that are wanted, `(B,)`.
 
     A guard starts without structure. An eigenvalue beyond those wanted, which would be the one
@@ -166,7 +169,7 @@ def _behind(inside: Inside, space: Space, lengths: Tensor, wanted: int, toleranc
     """
     needed = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE)
     behind = inside.growth * (space.products - 0.5) >= needed
-    return (behind | (lengths[:, wanted:] <= tolerance)).all(-1)
+    return (behind | converged).all(-1)
 
 
 def _stuck(history: list[Tensor], tolerance: float) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import inner, long_norm, one_if_zero
+from pmaf.linalg.roundings import ROUNDED
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.tangent.residuals import Product
 
@@ -93,7 +94,7 @@ class Space:
         """Orthonormal rows for rows beside the space."""
         eps = torch.finfo(block.dtype).eps
         # Of an invariant space nothing is left but rounding: go on somewhere else.
-        block = self._replaced(block, long_norm(block) <= _ROUNDINGS * eps * self.reach, 0)
+        block = self._replaced(block, long_norm(block) <= ROUNDED * eps * self.reach, 0)
         block = self._unit(self.beside(block))
         if block.shape[-1] > _SMALL:
             return block
@@ -114,8 +115,6 @@ class Space:
         return block if block.shape[1] == 1 else torch.linalg.qr(block.mT).Q.mT
 
 
-# A remainder this many roundings long is rounding.
-_ROUNDINGS = 4.0
 # Up to this many rows a space may come to be the whole, and a third projection costs little.
 _SMALL = 1000
 # Directions to go on with where the space is invariant.

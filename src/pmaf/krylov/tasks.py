@@ -11,7 +11,7 @@ from pmaf.krylov.search import Inside
 from pmaf.krylov.space import Space
 from pmaf.linalg.gram import Spectrum
 from pmaf.linalg.products import long_norm, one_if_zero
-from pmaf.linalg.roundings import merge_tolerance, merged
+from pmaf.linalg.roundings import TIED, merge_tolerance, merged
 from pmaf.linalg.secular import secular_root
 from pmaf.tangent.residuals import Product
 
@@ -24,22 +24,23 @@ class Largest:
         guards: how many more are followed until they are seen to be smaller. A search that
             starts from vectors that are given, not drawn, needs one: it might be over before
             anything else shows.
+        extra: how many more are followed as long as the search lasts.
     """
 
-    def __init__(self, k: int, guards: int = 0) -> None:
-        self.width, self.guards = k + guards, guards
+    def __init__(self, k: int, guards: int = 0, extra: int = 0) -> None:
+        self.wanted, self.guards, self.width = k, guards, k + guards + extra
 
     def inside(self, space: Space) -> Inside:
         theta, s = torch.linalg.eigh(space.matrix)
-        w, j = self.width, space.width
-        k = w - self.guards
+        w, j, k = self.width, space.width, self.wanted
         kept = max(w, min(j - w, w + (j - w) // 2))
         # Between those asked for, and to the next.
         gaps = theta.diff(dim=-1)[:, -k:]
         gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
         order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
         # Chebyshev polynomials grow by this beyond the part of the spectrum behind the wanted.
-        part = (values[:, k - 1 : k] - values[:, k:]) / one_if_zero(theta[:, -1:] - theta[:, :1])
+        beyond = values[:, k - 1 : k] - values[:, k : k + self.guards]
+        part = beyond / one_if_zero(theta[:, -1:] - theta[:, :1])
         return Inside(
             values,
             order[:, :w],
@@ -65,14 +66,14 @@ class Dominant:
     """
 
     def __init__(self, guards: int = 0) -> None:
-        self.width, self.guards = 1 + guards, guards
+        self.wanted, self.guards, self.width = 1, guards, 1 + guards
 
     def inside(self, space: Space) -> Inside:
         H, j = space.matrix, space.width
         theta, s = torch.linalg.eig(H)
         # Of two with one modulus the positive one is Perron's.
         moduli = theta.abs()
-        favour = 64 * torch.finfo(H.dtype).eps * (theta.real > 0.5 * moduli).to(moduli)
+        favour = TIED * torch.finfo(H.dtype).eps * (theta.real > 0.5 * moduli).to(moduli)
         order = torch.argsort(moduli * (1 + favour), dim=-1, descending=True, stable=True)
         theta = theta.gather(-1, order)
         s = s.gather(-1, order.unsqueeze(-2).expand_as(s))
@@ -130,7 +131,7 @@ class Lowest:
         reference: `(B, 1, n)`, which of two equal minima is taken.
     """
 
-    width, guards = 1, 0
+    wanted, guards, width = 1, 0, 1
 
     def __init__(self, g: Tensor, noise: Tensor, reference: Tensor) -> None:
         self.g, self.noise, self.reference = g, noise, reference

@@ -20,7 +20,7 @@ from pmaf.gradients.eigenvectors import EigenConditions, general_newton, symmetr
 from pmaf.linalg import sphere
 from pmaf.linalg.eigh import eigh
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import blame_range, merge_tolerance, require_range
+from pmaf.linalg.roundings import DECOMPOSED, blame_range, merge_tolerance, require_range
 from pmaf.linalg.symmetric_part import FORM_TO
 from pmaf.operators.base import Operator, as_operator, known_by_products
 from pmaf.problem import Problem, in_dtype
@@ -31,7 +31,7 @@ from pmaf.runtime.ranks import whole
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.adaptive import TOLERANCE, Adaptive, rate_of_steps
+from pmaf.solvers.adaptive import Adaptive, rate_of_steps
 from pmaf.solvers.auto import best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.bordered import State
@@ -381,7 +381,7 @@ def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
     with torch.no_grad(), OneThread(A):
         n, batch = A.shape[-1], A.shape[:-2]
         flat = A if A.dim() == 3 else A.reshape(-1, n, n)
-        steps = _ADAPTIVE.power(flat, TOLERANCE * torch.finfo(A.dtype).eps)
+        steps = _ADAPTIVE.power(flat, DECOMPOSED * torch.finfo(A.dtype).eps)
         if steps is not None:
             took("ied: power steps")
             y, value = steps.rows.reshape(A.shape[:-1]), steps.values.reshape(batch).clone()

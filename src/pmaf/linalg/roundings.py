@@ -9,10 +9,22 @@ from torch import Tensor
 
 from pmaf import errors
 
+# Every comparison with rounding is with one of these multiples of eps.
+ROUNDED = 4.0  # a product or a linear solve, relative to the sizes of what goes in
+DECOMPOSED = 6.0  # the residual of an eigenvector from LAPACK, relative to the largest modulus
+NOISE = 8.0  # a coefficient of a vector in an eigenbasis, relative to the vector
+EQUAL = 8.0  # two computed eigenvalues that are one, relative to the largest
+STILL, STILL_BLOCK = 8.0, 32.0  # entries of a unit vector, or of several, from step to step
+SEARCHED = 16.0  # the residual of a search by products, whose images are sums of images
+SETTLED = 64.0  # what is left where an iteration contracts no further
+TIED = 64.0  # two moduli of a general matrix that are one: those of its pairs are sums of squares
+LOPSIDED = 256.0  # ⟨Ax, y⟩ against ⟨x, Ay⟩ of a symmetric matrix, for one pair of vectors
+LOOSE = 1e3  # a residual that counts as solved, or a difference of which some digits are known
+
 
 def merge_tolerance(dtype: torch.dtype) -> float:
     """Eigenvalues closer than this, relative to the largest, count as one."""
-    return 8 * torch.finfo(dtype).eps
+    return EQUAL * torch.finfo(dtype).eps
 
 
 def rank_tolerance(dtype: torch.dtype) -> float:
@@ -23,6 +35,11 @@ def rank_tolerance(dtype: torch.dtype) -> float:
     worst case, and at 30,000 rows in float32 it would call 3.6e-3 of `‖A‖` zero.
     """
     return merge_tolerance(dtype)
+
+
+def given_or(given: float | None, roundings: float, dtype: torch.dtype) -> float:
+    """A tolerance that a user has given, or one of so many roundings."""
+    return roundings * torch.finfo(dtype).eps if given is None else given
 
 
 def merged(rise: Tensor, top: Tensor, tolerance: float) -> Tensor:

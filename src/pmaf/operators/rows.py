@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
-from pmaf.linalg.roundings import power_of_two
+from pmaf.linalg.roundings import LOPSIDED, power_of_two
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import Operator
 from pmaf.operators.base import as_operator
@@ -114,7 +114,7 @@ class Rows:
         found = inner(rows, images)
         size = long_norm(images).amax(-1)
         difference = (found[:, 0, 1] - found[:, 1, 0]).abs()
-        rounding = _ROUNDINGS * torch.finfo(images.dtype).eps
+        rounding = LOPSIDED * torch.finfo(images.dtype).eps
         return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
 
     def change_units(self, rows: Tensor) -> None:
@@ -232,10 +232,6 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
 
 def _number(x: Tensor, unit: Tensor, at: int) -> str:
     return f"{float(x.reshape(-1)[at]) * float(unit.reshape(-1)[at]):.6g}"
-
-
-# By which a matrix may miss symmetry, relative to its Frobenius norm, and be called symmetric.
-_ROUNDINGS = 256
 
 
 def rows_of(problem: Any) -> Rows:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_not_negative
 from pmaf.krylov.power import Dominant, dominant, dominant_of_sum, longest_row
 from pmaf.krylov.proved import Ritz, certificate, polish, ritz
+from pmaf.linalg.roundings import DECOMPOSED
 from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
@@ -63,7 +64,7 @@ class Adaptive(Solver):
         if A.dim() != 3:
             A = A.reshape(-1, n, n)
         work = A.numel()
-        tolerance = TOLERANCE * torch.finfo(A.dtype).eps
+        tolerance = DECOMPOSED * torch.finfo(A.dtype).eps
         if work >= self.general_from and not problem.symmetric:
             A = A.contiguous()
 
@@ -194,9 +195,6 @@ def _outcome(
 
 
 _DENSE = Dense()
-
-# On ‖Ay − λy‖ relative to the largest modulus, in roundings: what eigh's are.
-TOLERANCE = 6.0
 
 
 def _limit(n: int) -> int:

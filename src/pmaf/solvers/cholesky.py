@@ -24,6 +24,7 @@ from pmaf.krylov.inverse import guess, solve_row
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
+from pmaf.linalg.roundings import LOOSE, NOISE
 from pmaf.runtime.log import took
 from pmaf.solvers.base import LeastSquares, Outcome, Solver
 from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
@@ -122,7 +123,7 @@ class Cholesky(Solver):
         pull = norm(g)
         # A rounded positive semidefinite matrix has a factor with this shift, which does not
         # change its leading digits.
-        shift = _ROUNDINGS * eps * A.shape[-1] * mean
+        shift = NOISE * eps * A.shape[-1] * mean
         if (pull > mean).any():
             # The multiplier in the space of g alone, which is never above the true one.
             image = matvec(A, g)
@@ -159,12 +160,6 @@ class _Step(NamedTuple):
     done: Tensor  # whether this was the last one, and ended in the global minimum
 
 
-# A gap of this many roundings of the trace is known to a few digits.
-_CLEAR = 1e3
-
-# Rounding errors of a product, in units of eps, are taken to be no more than this.
-_ROUNDINGS = 8
-
 # A Newton step this small, as a power of eps, leads to rounding: its square is far below.
 _CLOSE = 0.6
 
@@ -187,7 +182,7 @@ def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: 
     # 1/(uᵀ(AᵀA + μI)⁻¹u), which is no smaller than the gap, as far above zero as rounding
     # of AᵀA and of Aᵀb can push it: positive means definite.
     curvature = (1 - mean * along) / along
-    noise = 2 * _ROUNDINGS * eps * ((n * mean).sqrt() * norm(b) + n * mean)
+    noise = 2 * NOISE * eps * ((n * mean).sqrt() * norm(b) + n * mean)
     near = regular & (along > 0) & (size < 0.5) & (curvature > 0)
     # Definite at μ is definite at μ + ν as far as rounding goes, if ν is no more than that.
     sure = (curvature > noise) & (nu.abs() <= noise)
@@ -210,7 +205,7 @@ def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> 
     # The factor proves that the gap is positive; its size takes eigenvalues, and where they
     # cancel to a few digits those of another kind.
     gap = multiplier + torch.linalg.eigvalsh(gram)[:, 0]
-    clear = gap > _CLEAR * torch.finfo(g.dtype).eps * A.shape[-1] * mean
+    clear = gap > LOOSE * torch.finfo(g.dtype).eps * A.shape[-1] * mean
     return found._replace(
         multiplier=multiplier, residual=residual, gap=gap, converged=found.converged & clear
     )

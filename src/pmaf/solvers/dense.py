@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.eigh import eigh
+from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import gap_of, without_report
@@ -82,10 +83,9 @@ class Dense(Solver):
         row = (vector * largest.conj() / largest.abs()).real
         row = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
         gap = problem.modulus_gap(moduli)
-        eps = torch.finfo(A.dtype).eps
-        size = moduli.amax(-1)
-        real = value.imag.abs().squeeze(-1) <= 8 * eps * size
-        simple = gap > 8 * eps * size
+        rounding = merge_tolerance(A.dtype) * moduli.amax(-1)
+        real = value.imag.abs().squeeze(-1) <= rounding
+        simple = gap > rounding
         return Outcome(
             value=row.unsqueeze(-2),
             multiplier=value.real,

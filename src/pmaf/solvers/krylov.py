@@ -11,7 +11,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_finite, require_tolerance
 from pmaf.krylov.search import Found, search
 from pmaf.krylov.tasks import Dominant, Largest, unit_rows
-from pmaf.linalg.roundings import square_range
+from pmaf.linalg.roundings import SEARCHED, TIED, given_or, square_range
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.base import Operator
 from pmaf.operators.rows import Rows, rows_of
@@ -66,7 +66,7 @@ class Krylov(Solver):
         return max(self.dimension or (n if n <= 256 else 40), 4 * k + 8)
 
     def tolerance_of(self, dtype: torch.dtype) -> float:
-        return 16 * torch.finfo(dtype).eps if self.tolerance is None else self.tolerance
+        return given_or(self.tolerance, SEARCHED, dtype)
 
     def advice(self) -> str:
         return (
@@ -98,7 +98,7 @@ def find_eigenvectors(
     converged = found.converged
     if not symmetric:
         # Whatever is found of several with one modulus is not the dominant one.
-        tie = found.gap <= 64 * torch.finfo(A.dtype).eps * found.scale
+        tie = found.gap <= TIED * torch.finfo(A.dtype).eps * found.scale
         converged = converged & ~tie
     y = unit_rows(found.rows)
     shape = (*batch, k)

@@ -24,7 +24,7 @@ from pmaf.krylov.search import Found, Task, search
 from pmaf.krylov.tasks import Largest, Lowest
 from pmaf.linalg import sphere
 from pmaf.linalg.products import long_norm
-from pmaf.linalg.roundings import OutOfRangeError, power_of_two, square_range
+from pmaf.linalg.roundings import NOISE, ROUNDED, OutOfRangeError, power_of_two, square_range
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
@@ -66,7 +66,7 @@ class _Searches:
             size = size.sqrt() * _norm(problem.b, B) / unit[:, 0, 0].sqrt()
         else:
             size = size + long_norm(self.g).squeeze(-1)
-        self.noise = 8 * torch.finfo(g.dtype).eps * size
+        self.noise = NOISE * torch.finfo(g.dtype).eps * size
         self.tolerance = solver.tolerance_of(g.dtype)
 
     def _require_range(self, image: Tensor, g: Tensor) -> None:
@@ -124,7 +124,7 @@ class _Searches:
         error. Where `A` is wide and `μ` zero, the minimisers form a sphere, and any will do.
         """
         eps = torch.finfo(self.g.dtype).eps
-        error = (found.residual + _ROUNDINGS * eps) * found.scale
+        error = (found.residual + ROUNDED * eps) * found.scale
         m, n = self.rows.A.shape[-2:]
         any_will_do = found.values.squeeze(-1).abs() <= self.tolerance * found.scale
         return (error <= WORTH * found.curvature) | (any_will_do & (m < n))
@@ -283,8 +283,5 @@ _COLUMNS, _ENTRIES = 2048, 1 << 22
 # Products that are made at once.
 _BLOCK = 64
 
-
-# Rounding in products with AᵀA, in units of eps.
-_ROUNDINGS = 4.0
 # Products that a search may always take.
 _FEWEST = 64

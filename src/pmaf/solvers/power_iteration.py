@@ -11,6 +11,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm
+from pmaf.linalg.roundings import STILL, given_or
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import norm_of, orthonormal, outcome, stands, start_block
 
@@ -59,7 +60,7 @@ class PowerIteration(Solver):
         size = norm_of(M.detach())
         start = start_block(problem, init, 1)
         shift = choose_shift(problem, M.detach(), self.shift)
-        tolerance = 8 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+        tolerance = given_or(self.tolerance, STILL, M.dtype)
 
         def product(u: Tensor) -> Tensor:
             # A row times a matrix: on the CPU several times faster than matrix times column.

@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pmaf.linalg.roundings import ROUNDED, SETTLED
 from pmaf.linalg.symmetric_part import fixed_normal
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.kept import NOTHING, Kept
@@ -63,8 +64,8 @@ def stands(finished: Tensor, residual: Tensor, tolerance: float) -> Tensor:
     One that did not stop counts too if its residual leaves nothing to be gained.
     """
     eps = torch.finfo(residual.dtype).eps
-    settled = finished & (residual <= max(64 * eps, 16 * tolerance))
-    return settled | (residual <= 4 * eps)
+    settled = finished & (residual <= max(SETTLED * eps, 16 * tolerance))
+    return settled | (residual <= ROUNDED * eps)
 
 
 def residual_of(M: Tensor, values: Tensor, vectors: Tensor, size: Tensor) -> Tensor:

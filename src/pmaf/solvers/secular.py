@@ -27,7 +27,14 @@ from pmaf.linalg.gram import (
     small_gram,
 )
 from pmaf.linalg.products import dot, matvec, norm, rmatvec, symmetric_part
-from pmaf.linalg.roundings import merge_tolerance, merged, power_of_two, square_range
+from pmaf.linalg.roundings import (
+    NOISE,
+    SETTLED,
+    merge_tolerance,
+    merged,
+    power_of_two,
+    square_range,
+)
 from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
 from pmaf.solvers.base import LeastSquares, Minimum, Outcome, Solver, has_form
@@ -85,7 +92,7 @@ class Secular(Solver):
     ) -> Outcome:
         spectrum = gram_spectrum(A, gram)
         c = matvec(spectrum.basis, g)
-        noise = _ROUNDINGS * torch.finfo(c.dtype).eps * spectrum.top.sqrt() * norm(b)
+        noise = NOISE * torch.finfo(c.dtype).eps * spectrum.top.sqrt() * norm(b)
         found, trusted = self._attempt(A, b, g, spectrum, c, noise, init)
         if trusted.all():
             return found
@@ -99,7 +106,7 @@ class Secular(Solver):
         if not torch.isfinite(gram.sum() + b.sum()):
             require_finite(A=(A, 2), b=(b, 1))
         spectrum, c = promoted_spectrum(A, b, gram)
-        noise = _ROUNDINGS * eps * spectrum.floor.sqrt() * norm(b)
+        noise = NOISE * eps * spectrum.floor.sqrt() * norm(b)
         init = None if init is None else init.double()
         u, t, iterations, finished, _ = secular_root(
             spectrum, c, noise, init, eps / 64, self.max_iterations
@@ -112,7 +119,7 @@ class Secular(Solver):
             scale = torch.where(scale > 0, scale, 1)
             force = rmatvec(A, b - matvec(A, y))
             residual = norm(sphere.tangent(y, force)) / scale
-            finished = finished & (residual <= _GOOD * eps)
+            finished = finished & (residual <= SETTLED * eps)
         return Outcome(
             value=u,
             multiplier=(t - spectrum.floor).to(dtype),
@@ -136,7 +143,7 @@ class Secular(Solver):
         spread = merged(values - values[..., :1], size.unsqueeze(-1), merge_tolerance(dtype))
         spectrum = Spectrum(vectors.mT, spread, low, True)
         c, pull = matvec(vectors.mT, g), norm(g)
-        noise = _ROUNDINGS * eps * (pull + size)
+        noise = NOISE * eps * (pull + size)
         init = None if init is None else init.to(wide)
         u, t, iterations, finished, _ = secular_root(
             spectrum, c, noise, init, eps / 64, self.max_iterations
@@ -151,7 +158,7 @@ class Secular(Solver):
             residual=residual.to(dtype),
             gap=t.to(dtype),
             iterations=iterations,
-            converged=finished & (residual <= _GOOD * eps),
+            converged=finished & (residual <= SETTLED * eps),
             kept=Basis(spectrum.basis.to(dtype), spread.to(dtype)),
         )
 
@@ -168,7 +175,7 @@ class Secular(Solver):
         init = None if init is None else init.expand(*batch, n)[bad]
         spectrum, left, s = singular_spectrum(A)
         c = s * rmatvec(left, b)
-        noise = _ROUNDINGS * torch.finfo(c.dtype).eps * s[..., 0] * norm(b)
+        noise = NOISE * torch.finfo(c.dtype).eps * s[..., 0] * norm(b)
         again, _ = self._attempt(A, b, g, spectrum, c, noise, init)
         fields = [x.clone() for x in found.tensors]
         for old, new in zip(fields, again.tensors):
@@ -193,7 +200,7 @@ class Secular(Solver):
             spectrum, c, noise, init, torch.finfo(c.dtype).eps, self.max_iterations
         )
         u, multiplier, residual, contracted = self._refine(A, b, g, spectrum, u, t)
-        good = residual <= _GOOD * torch.finfo(u.dtype).eps
+        good = residual <= SETTLED * torch.finfo(u.dtype).eps
         trusted = contracted & ~guessed
         if spectrum.exact:
             # The Rayleigh quotient is off by rounding of the largest curvature; this is not.
@@ -235,12 +242,12 @@ class Secular(Solver):
             trial = sphere.project(u + correction)
             trial_force, trial_residual = force_at(trial)
             # A step that is no improvement comes from a singular system: stay.
-            better = (step < 0.5) & (trial_residual <= residual.clamp_min(8 * eps))
+            better = (step < 0.5) & (trial_residual <= residual.clamp_min(NOISE * eps))
             u = torch.where(better.unsqueeze(-1), trial, u)
             force = torch.where(better.unsqueeze(-1), trial_force, force)
             residual = torch.where(better, trial_residual, residual)
             fell = (step <= 0.05 * previous) & (step <= eps**0.5)
-            contracted = (step <= 64 * eps) | (better & fell)
+            contracted = (step <= SETTLED * eps) | (better & fell)
             if contracted.all():
                 break
         return sphere.settle(u), dot(u, force), residual, contracted
@@ -271,12 +278,6 @@ class Secular(Solver):
 
 # A Gram matrix is not relied on where its rounding would be magnified more than this.
 TOO_STEEP = 1e3
-
-# A residual of no more than this, in units of eps, is a solution.
-_GOOD = 64
-
-# Rounding errors of a product, in units of eps, are taken to be no more than this.
-_ROUNDINGS = 8
 
 # A ratio of two to this power does not show in float64, squared or not.
 _FAR = 200

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
 from pmaf.linalg.loop import iterate
+from pmaf.linalg.roundings import STILL_BLOCK, given_or
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.power_iteration import choose_shift
 from pmaf.solvers.report import (
@@ -64,7 +65,7 @@ class SimultaneousIteration(Solver):
         size = norm_of(M.detach())
         shift = choose_shift(problem, M.detach(), self.shift)[..., None, None]
         # A block turns within itself by more roundings than a single vector moves.
-        tolerance = 32 * torch.finfo(M.dtype).eps if self.tolerance is None else self.tolerance
+        tolerance = given_or(self.tolerance, STILL_BLOCK, M.dtype)
 
         def straight(state: _Block) -> _Block:
             image = M @ state.q

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import broadcast, dot, norm, one_if_zero, solve_factored
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
@@ -107,7 +107,7 @@ def _conjugate_gradients(
     steepness = norm(column * right - part(right)) / one_if_zero(norm(right))
     size = torch.maximum(shift.abs(), steepness)
     rounding = merge_tolerance(right.dtype) * size
-    target = (4 * eps) ** 2 * dot(right, right)
+    target = (ROUNDED * eps) ** 2 * dot(right, right)
 
     def precondition(x: Tensor) -> Tensor:
         return x if factor is None else clear(solve_factored(factor, x))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pmaf.linalg.gram import Spectrum, singular_spectrum
 from pmaf.linalg.products import dot, solve_factored
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import SETTLED, merge_tolerance
 from pmaf.runtime.log import took
 from pmaf.tangent.basis import solve_in_basis
 from pmaf.tangent.kept import Basis
@@ -66,7 +66,7 @@ def _factored_op(
     p = solve(v)
     z = tangent(p)
     # For v along y the solution is zero up to rounding, which does not contract.
-    rounding = (_ROUNDINGS * eps) ** 2 * dot(p, p)
+    rounding = (SETTLED * eps) ** 2 * dot(p, p)
     settled = torch.zeros_like(v[..., 0], dtype=torch.bool)
     for _ in range(_REFINEMENTS):
         step = tangent(solve(v - gram_product(A, shift, z)))
@@ -84,8 +84,6 @@ def _factored_op(
     z[left] = solve_in_basis(kept, gap, y, v, lambda z: gram_product(A, shift, z))
     return z.contiguous()
 
-
-_ROUNDINGS = 64
 
 # Steps that do not contract in as many tries come from a factor that does not fit.
 _REFINEMENTS = 3

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import inner, long_norm, one_if_zero
-from pmaf.linalg.roundings import merge_tolerance
-from pmaf.tangent.residuals import LOOSE, ROUNDINGS, Product, Solved, judged, scaled_system
+from pmaf.linalg.roundings import LOOSE, ROUNDED, merge_tolerance
+from pmaf.tangent.residuals import Product, Solved, judged, scaled_system
 from pmaf.tangent.series import neumann
 
 
@@ -86,7 +86,7 @@ def gmres(
     while True:
         left = long_norm(rest)
         floor = size + largest * long_norm(w)
-        done = left <= ROUNDINGS * eps * floor
+        done = left <= ROUNDED * eps * floor
         stuck = (left >= 0.5 * previous) & (left <= LOOSE * eps * floor) & (products > 0)
         if products >= limit or agreed((done | stuck).all(-1)):
             return Solved(system.clear(w) * back, *judged(left, size, largest, w), products)
@@ -104,7 +104,7 @@ def gmres(
             length = long_norm(image)
             H[:, : j + 1, j] = (h + g).squeeze(1)
             # Of an invariant space nothing is left but rounding, which is no direction.
-            length = torch.where(length <= ROUNDINGS * eps * largest, 0, length)
+            length = torch.where(length <= ROUNDED * eps * largest, 0, length)
             H[:, j + 1, j] = length.squeeze(-1)
             unit = image / one_if_zero(length).unsqueeze(-1)
             Q[:, j + 1 : j + 2] = torch.where((length > 0).unsqueeze(-1), unit, 0)
@@ -112,7 +112,7 @@ def gmres(
                 continue
             s, rough = _least_squares(H[:, : j + 2, : j + 1], left)
             look, used = j + 1 + max(1, (j + 1) // 4), j + 1
-            if agreed((rough <= ROUNDINGS * eps * floor.squeeze(-1)) | done.squeeze(-1)):
+            if agreed((rough <= ROUNDED * eps * floor.squeeze(-1)) | done.squeeze(-1)):
                 break
         w = w + torch.bmm(s.mT, Q[:, :used])
         previous = left

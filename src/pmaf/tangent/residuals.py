@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
-from pmaf.linalg.roundings import power_of_two
+from pmaf.linalg.roundings import LOOSE, ROUNDED, power_of_two
 
 Product = Callable[[Tensor], Tensor]
 
@@ -59,9 +59,9 @@ def conjugate_residuals(
     while True:
         # The residual, and the size of what rounding contributes for a solution this long.
         left, floor = long_norm(rest), size + largest * long_norm(z)
-        done = left <= torch.maximum(ROUNDINGS * eps * floor, tolerance * size)
+        done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
         # Along what is left the matrix is zero: no step would be of use.
-        flat = slope <= ROUNDINGS * eps * largest * left.square()
+        flat = slope <= ROUNDED * eps * largest * left.square()
         if products >= limit or agreed((done | flat).all(-1)):
             break
         square = dot(ahead, ahead)
@@ -121,7 +121,5 @@ def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tens
     return (left / one_if_zero(size)).amax(-1), (solved & known).all(-1)
 
 
-# In roundings: where a solve ends, and what still counts as solved.
-ROUNDINGS, LOOSE = 4.0, 1e3
 # A relative error above this is no solution.
 WORTH = 0.01

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import norm
+from pmaf.linalg.roundings import ROUNDED
 
 # Products after which other methods are faster.
 _STEPS = 48
@@ -40,7 +41,7 @@ def neumann(
     unit = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True).clamp_min_(least)
     w = last = first = right / unit
     size = norm(first).clamp_min_(least)
-    target = 4 * torch.finfo(right.dtype).eps
+    target = ROUNDED * torch.finfo(right.dtype).eps
     count = math.ceil(math.log(target) / math.log(rate)) + 1 if 0 < rate < 1 else 4
     steps, count, before = 0, min(count, _STEPS), 1.0
     while True:
