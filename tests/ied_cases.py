@@ -1,4 +1,4 @@
-"""Named families of matrices, in float64, and what is known about them."""
+"""The families of the benchmarks, and matrices with a name of their own, in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from pmaf_lab.bench.families import EIGEN, GENERAL, Eigen
+
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -16,6 +18,10 @@ def _randn(*shape: int, seed: int = 0) -> Tensor:
 def with_eigenvalues(values: list[float], seed: int = 0) -> Tensor:
     q = torch.linalg.qr(_randn(len(values), len(values), seed=seed))[0]
     return q * torch.tensor(values, dtype=torch.float64) @ q.T
+
+
+def drawn(family: Eigen, n: int = 12) -> Callable[[], Tensor]:
+    return lambda: family(1, n, torch.Generator().manual_seed(0))[0].double()
 
 
 def relative_gap(gap: float, n: int = 12) -> Tensor:
@@ -37,14 +43,8 @@ def wishart(rows: int, n: int) -> Tensor:
 
 
 SYMMETRIC: dict[str, Callable[[], Tensor]] = {
-    "|N(0,1)|": lambda: _randn(16, 16).abs() + _randn(16, 16).abs().T,
-    "Wishart, tall": lambda: wishart(60, 12),
+    **{name: drawn(family) for name, family in EIGEN.items()},
     "Wishart, square": lambda: wishart(12, 12),
-    "Wishart, rank deficient": lambda: wishart(5, 12),
-    "GOE": lambda: _randn(14, 14) + _randn(14, 14).T,
-    "spiked": lambda: torch.eye(10).double() + 5 * torch.outer(x := _randn(10), x) / (x @ x),
-    "gap 1e-2": lambda: relative_gap(1e-2),
-    "gap 1e-4": lambda: relative_gap(1e-4),
     "gap 1e-6": lambda: relative_gap(1e-6),
     "negative definite": lambda: -wishart(60, 12) - torch.eye(12),
     "|λ_min| > λ_max": lambda: with_eigenvalues([2.0, 1.0, 0.5, -1.0, -7.0]),
@@ -74,9 +74,9 @@ REPEATED_TOP: dict[str, Callable[[], Tensor]] = {
 }
 
 NONSYMMETRIC: dict[str, Callable[[], Tensor]] = {
-    "|N(0,1)|": lambda: _randn(16, 16).abs(),
+    **{name: drawn(family) for name, family in GENERAL.items()},
     "Perron, 3x3": lambda: _randn(3, 3).abs() + 0.1,
-    "stochastic": lambda: (P := _randn(8, 8).abs()) / P.sum(0),
+    "positive, stochastic": lambda: (P := _randn(8, 8).abs()) / P.sum(0),
     "negative dominant": lambda: -_randn(6, 6).abs(),
     "1x1": lambda: torch.tensor([[-2.0]]).double(),
     "triangular": lambda: torch.triu(_randn(5, 5)) + torch.diag(torch.arange(5.0).double() * 3),

@@ -1,4 +1,4 @@
-"""Named LESS problems, in float64, one batch entry each."""
+"""The families of the benchmarks, and LESS problems with a name of their own, in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from pmaf_lab.bench.families import SQUARES, Squares
 
 Case = Callable[[], tuple[Tensor, Tensor]]
 
@@ -40,7 +42,20 @@ def hard(tau: bool = True) -> tuple[Tensor, Tensor]:
     return A, weight * (left[:, 0] + 0.5 * left[:, 1])
 
 
+def drawn(family: Squares, m: int = 8, n: int = 5) -> Case:
+    def build() -> tuple[Tensor, Tensor]:
+        A, b = family(1, m, n, _generator())
+        return A[0].double(), b[0].double()
+
+    return build
+
+
+# Rounding of the float32 numbers that they are drawn as makes the hard case an ordinary one, nearly
+# hard, whose derivatives have few digits; `hard` is one in float64.
+FAMILIES = {name: drawn(family) for name, family in SQUARES.items() if name != "hard"}
+
 REGULAR: dict[str, Case] = {
+    **{f"{name}, 8x5": case for name, case in FAMILIES.items()},
     "inner": lambda: gaussian(6, 4, 0.4),
     "outer": lambda: gaussian(6, 4, 3.0),
     "on the sphere": lambda: gaussian(6, 4, 1.0),

@@ -158,7 +158,7 @@ def test_nonsymmetric_matches_differences_of_eig(name, solver):
 
 def test_a_dominant_eigenvalue_is_solved_by_a_series():
     """A series with the transpose, which does not leave the complement of y alone, never ends."""
-    A = NONSYMMETRIC["|N(0,1)|"]()
+    A = NONSYMMETRIC["paper"]()
     values = torch.linalg.eigvals(A)
     moduli = values.abs().sort(descending=True).values
     value, y = (x.detach() for x in pmaf.ied(A, symmetric=False))
@@ -198,7 +198,7 @@ def test_the_papers_rules_are_exact_for_symmetric_matrices(rule, k):
 
 @pytest.mark.parametrize("exploit", [True, False])
 def test_for_nonsymmetric_matrices_ift_is_exact_and_ddn_is_not(exploit):
-    A = NONSYMMETRIC["|N(0,1)|"]().requires_grad_()
+    A = NONSYMMETRIC["paper"]().requires_grad_()
     exact, ift, ddn = (
         torch.autograd.grad(loss_of(A, symmetric=False, gradient=rule), A)[0]
         for rule in (Implicit(), IFT(exploit=exploit), DDN(exploit=exploit))
