@@ -185,7 +185,7 @@ def test_a_rounding_of_a_right_hand_side_along_an_equal_eigenvector_is_not_magni
     torch.testing.assert_close(w, expected, rtol=0, atol=1e3 * eps)
 
 
-def test_what_conjugate_gradients_do_not_solve_is_decomposed():
+def test_what_conjugate_residuals_do_not_solve_is_decomposed():
     """Their steps end long before the residual is small, whatever they believe it to be."""
     n = 300
     rise = torch.logspace(0, -5, n - 1, dtype=T)

@@ -165,7 +165,7 @@ def _krylov(
     top[bad] = values[..., -k:].flip(-1)
     found = found._replace(values=top, rows=rows)
     again, exists = certificate(part, found, bad)
-    # nan marks an entry without a factor, whose next eigenvalue is too close. Conjugate gradients
+    # nan marks an entry without a factor, whose next eigenvalue is too close. Conjugate residuals
     # then fail their check, and the backward pass decomposes the matrix.
     factor[bad] = torch.where(exists[:, None, None], again, torch.nan)
     return found, factor

@@ -1,7 +1,7 @@
 """Solving with a shifted symmetric matrix on the complement of known eigenvectors.
 
 `(λⱼI − ½(A + Aᵀ)) w = v` with `Yw = 0` is positive definite when the rows of `Y` are the
-top eigenvectors: conjugate gradients, a product with the matrix a step. What does not
+top eigenvectors: conjugate residuals, a product with the matrix a step. What does not
 converge, because the next eigenvalue is close, is solved directly.
 """
 
@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmaf.linalg.loop import iterate
-from pmaf.linalg.products import broadcast, dot, norm, one_if_zero, solve_factored
+from pmaf.linalg.products import broadcast, norm, one_if_zero, solve_factored
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.kept import Factor, Kept, Rate
+from pmaf.tangent.residuals import conjugate_residuals
 from pmaf.tangent.series import neumann, rate_of
-
-
-class _Search(NamedTuple):
-    w: Tensor  # (*, k, n)
-    residual: Tensor
-    direction: Tensor
-    energy: Tensor  # (*, k), squared norm of the residual, in the metric of the preconditioner
 
 
 def complement_solve(
@@ -89,53 +82,36 @@ def _solve(
     if factor is None and k == 1:
         w = neumann(part, shift, right, rate)
         took("tangent: series" if w is not None else "tangent: no series")
-    w = _conjugate_gradients(part, shift, right, clear, factor) if w is None else clear(w)
+    w = _by_products(part, shift, right, y, clear, factor) if w is None else clear(w)
     return w.reshape(*batch, k, n)
 
 
-def _conjugate_gradients(
+def _by_products(
     part: SymmetricPart,
     shift: Tensor,
     right: Tensor,
+    y: Tensor,
     clear: Callable[[Tensor], Tensor],
     factor: Tensor | None,
 ) -> Tensor:
+    """By conjugate residuals, with the factor for a preconditioner; what is left directly."""
     column = shift.unsqueeze(-1)
-    eps = torch.finfo(right.dtype).eps
-    # Along a direction this flat there is another eigenvector with the same eigenvalue. The
-    # products with A are rounded against its largest modulus, of which this is a lower bound.
+    # Products with A are rounded against its largest modulus, of which this is a lower bound.
     steepness = norm(column * right - part(right)) / one_if_zero(norm(right))
-    size = torch.maximum(shift.abs(), steepness)
-    rounding = merge_tolerance(right.dtype) * size
-    target = (ROUNDED * eps) ** 2 * dot(right, right)
-
-    def precondition(x: Tensor) -> Tensor:
-        return x if factor is None else clear(solve_factored(factor, x))
-
-    def step(state: _Search) -> tuple[_Search, Tensor]:
-        w, residual, direction, energy = state
-        image = clear(column * direction - part(direction))
-        curvature = dot(direction, image)
-        flat = curvature <= rounding * dot(direction, direction)
-        length = torch.where(flat, 0, energy / torch.where(flat, 1, curvature)).unsqueeze(-1)
-        w = w + length * direction
-        residual = clear(residual - length * image)
-        better = precondition(residual)
-        following = dot(residual, better)
-        ratio = (following / torch.where(energy > 0, energy, 1)).unsqueeze(-1)
-        direction = better + ratio * direction
-        done = (dot(residual, residual) <= target) | flat
-        return _Search(w, residual, direction, following), done
-
-    first = precondition(right)
-    start = _Search(torch.zeros_like(right), right, first, dot(right, first))
-    limit = min(right.shape[-1], _STEPS)
-    run = iterate(step, start, active=target > 0, max_iterations=limit)
-    w = clear(run.state.w)
-    # The recursive residual drifts from the true one; what counts is the latter.
+    scale = torch.maximum(shift.abs(), steepness).amax(-1)
+    w = conjugate_residuals(
+        part,
+        shift,
+        y,
+        right,
+        scale=scale,
+        limit=min(right.shape[-1], _STEPS),
+        agreed=lambda done: bool(done.all()),
+        inverse=None if factor is None else lambda x: solve_factored(factor, x),
+    ).rows
     rest = right - clear(column * w - part.exact(w))
-    done = (dot(rest, rest) <= 1e4 * target).all(-1)
-    took("tangent: conjugate gradients" if done.all() else "tangent: decomposition")
+    done = (norm(rest) <= 100 * ROUNDED * torch.finfo(w.dtype).eps * norm(right)).all(-1)
+    took("tangent: conjugate residuals" if done.all() else "tangent: decomposition")
     if not done.all():
         left = ~done
         w[left] = _direct(part.matrix[left], shift[left], right[left])

@@ -33,6 +33,7 @@ def conjugate_residuals(
     limit: int,
     agreed: Callable[[Tensor], bool],
     tolerance: float = 0.0,
+    inverse: Product | None = None,
 ) -> Solved:
     """`(shift·I − A) z = right` with `Yz = 0`, for each row, where that is positive definite.
 
@@ -46,34 +47,38 @@ def conjugate_residuals(
         right: `(B, p, n)`.
         scale: `(B,)`, of the matrix: what cancels is measured against it.
         tolerance: on the residual relative to `right`, where rounding is not asked for.
+        inverse: about the inverse of the matrix, symmetric and positive definite, if there is one.
     """
     system, right, back, largest = scaled_system(product, shift, y, right, scale)
     eps = torch.finfo(right.dtype).eps
     size = long_norm(right)
     right = system.clear(system.clear(right))
     z, rest = torch.zeros_like(right), right
-    image = system(rest)
-    direction, ahead = rest, image
-    slope = dot(rest, image)
+    near = rest if inverse is None else system.clear(inverse(rest))
+    image = system(near)
+    direction, ahead = near, image
+    slope = dot(near, image)
     products = 1
     while True:
         # The residual, and the size of what rounding contributes for a solution this long.
         left, floor = long_norm(rest), size + largest * long_norm(z)
         done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
         # Along what is left the matrix is zero: no step would be of use.
-        flat = slope <= ROUNDED * eps * largest * left.square()
+        flat = ~(slope > ROUNDED * eps * largest * dot(near, near))  # or it is nan
         if products >= limit or agreed((done | flat).all(-1)):
             break
-        square = dot(ahead, ahead)
+        turned = ahead if inverse is None else system.clear(inverse(ahead))
+        square = dot(ahead, turned)
         moving = ~(done | flat) & (square > 0)
         step = torch.where(moving, slope / one_if_zero(square), 0).unsqueeze(-1)
         z = z + step * direction
         rest = rest - step * ahead
-        image = system(rest)
+        near = rest if inverse is None else near - step * turned
+        image = system(near)
         products += 1
-        following = dot(rest, image)
+        following = dot(near, image)
         ratio = torch.where(moving, following / one_if_zero(slope), 0).unsqueeze(-1)
-        direction, ahead = rest + ratio * direction, image + ratio * ahead
+        direction, ahead = near + ratio * direction, image + ratio * ahead
         slope = following
     z = system.clear(z)
     left = long_norm(right - system(z))
