@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.krylov.search import search
-from pmaf.krylov.tasks import Largest, unit_rows
+from pmaf.krylov.tasks import unit_rows
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, long_norm, norm, one_if_zero, symmetric_part
 from pmaf.linalg.symmetric_part import fixed_rows
@@ -29,9 +28,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
     relative to the matrix, and zero if they do: what another start does not bring to light
     is taken not to be there.
     """
-    tensors = [x.detach() for x in problem.flat]
-    mesh = ranks.mesh_of(*tensors)
-    A = problem.with_flat([ranks.replicate(x, mesh) for x in tensors]).A
+    A = _spread(problem).A
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
     rows.require_transposes(0.0)
     y = ranks.whole(value.detach()).to(A.dtype)
@@ -82,10 +79,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
 def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     """Checked by products; the ends of the spectrum of the curvature by searches of their own."""
     batch, n = problem.batch_shape, problem.n
-    tensors = [x.detach() for x in problem.flat]
-    mesh = ranks.mesh_of(*tensors)
-    problem = problem.with_flat([ranks.replicate(x, mesh) for x in tensors])
-    problem, y = problem.on_the_unit_sphere(ranks.whole(value.detach()))
+    problem, y = _spread(problem).on_the_unit_sphere(ranks.whole(value.detach()))
     seen = rows_of(problem)
     seen.require_transposes(0.0)
     product, g = posed(problem, seen)
@@ -101,18 +95,11 @@ def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     multiplier = (dot(y, force) / length.square()).squeeze(-1)
     along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
     random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
+    solver = Krylov(tolerance=torch.finfo(y.dtype).eps ** 0.75)
 
     def extreme(sign: float) -> Tensor:
-        return sign * search(
-            lambda x: sign * curvature(x),
-            random,
-            Largest(1),
-            size=Krylov().size(n),
-            tolerance=torch.finfo(y.dtype).eps ** 0.75,
-            limit=Krylov().max_products,
-            symmetric=True,
-            agreed=seen.agreed,
-        ).values.squeeze(-1)
+        found = search_eigenvectors(lambda x: sign * curvature(x), random, 1, True, solver, seen)
+        return sign * found.values.squeeze(-1)
 
     high, low = extreme(1.0), extreme(-1.0)
     top = torch.maximum(high.abs(), low.abs())
@@ -123,6 +110,13 @@ def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
         optimality=(multiplier + low) / top,
     )
     return ranks.replace_tensors(found, lambda x: x.reshape(batch))
+
+
+def _spread(problem: Any) -> Any:
+    """The problem without its graph, all tensors spread over ranks if one of them is."""
+    tensors = [x.detach() for x in problem.flat]
+    mesh = ranks.mesh_of(*tensors)
+    return problem.with_flat([ranks.replicate(x, mesh) for x in tensors])
 
 
 def certify_minimum(problem: Any, value: Tensor) -> Certificate:
