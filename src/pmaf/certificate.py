@@ -1,6 +1,6 @@
-"""Evidence that a solution is one: by decomposition, or by products alone.
+"""Certificates of solutions, by decomposition or by products.
 
-Certificates by products come from searches that start elsewhere than the solver did.
+Certificates by products come from searches with a start that differs from the solver's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pmaf.solvers.krylov_minimum import posed
 
 
 def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate:
-    """Checked by products, and by a second search, beside the vectors given.
+    """A certificate by products and by a second search, orthogonal to the given vectors.
 
-    `optimality` is by how much the eigenvalues exceed the largest that is found there,
-    relative to the matrix, and zero if they do: what another start does not bring to light
-    is taken not to be there.
+    `optimality` is the smallest given eigenvalue minus the largest found there, relative to the
+    matrix, or zero if that is positive. An eigenvalue that the second search does not find is
+    assumed not to exist.
     """
     A = _spread(problem).A
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
@@ -77,7 +77,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
 
 
 def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
-    """Checked by products; the ends of the spectrum of the curvature by searches of their own."""
+    """A certificate by products; two searches find the ends of the spectrum of the curvature."""
     batch, n = problem.batch_shape, problem.n
     problem, y = _spread(problem).on_the_unit_sphere(ranks.whole(value.detach()))
     seen = rows_of(problem)
@@ -120,10 +120,10 @@ def _spread(problem: Any) -> Any:
 
 
 def certify_minimum(problem: Any, value: Tensor) -> Certificate:
-    """Checked against all eigenvalues of the curvature, in float64.
+    """A certificate from all eigenvalues of the curvature, in float64.
 
-    Works on the problem on the unit sphere, in units in which nothing over- or underflows; all
-    three measures are relative.
+    The problem is rescaled to the unit sphere and to units in which nothing over- or underflows;
+    all three measures are relative.
     """
     wide = problem.with_tensors(*(x.double() for x in problem.tensors))
     wide, y = wide.on_the_unit_sphere(value.double())
@@ -140,7 +140,7 @@ def certify_minimum(problem: Any, value: Tensor) -> Certificate:
 
 
 def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
-    """Checked against all eigenvalues, in float64."""
+    """A certificate from all eigenvalues, in float64."""
     A = problem.A.double()
     # All three measures are relative; in these units nothing over- or underflows.
     unit = A.abs().amax((-2, -1), keepdim=True)

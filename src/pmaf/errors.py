@@ -16,7 +16,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class ConvergenceError(RuntimeError):
-    """The same, for those who asked for it with `throw=True`."""
+    """A solve with `throw=True` stopped before it met its own stopping rule."""
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -157,7 +157,7 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
 
 
 def refuse_script(module: object) -> None:
-    """What `torch.jit.script` hears from a layer."""
+    """Raise the error of a layer under `torch.jit.script`."""
     raise RuntimeError(
         f"{type(module).__name__} cannot be compiled by torch.jit.script: a solve depends on data "
         "in ways TorchScript does not express; use torch.compile, or torch.export to save a program"

@@ -1,4 +1,4 @@
-"""The paper's measures of how good a solution is."""
+"""The paper's measures of the accuracy of a solution."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def eigen_distance(A: Tensor, value: Tensor, y: Tensor) -> Tensor:
 def mean_relative_error(values: Tensor, reference: Tensor) -> Tensor:
     """Mean of `(values − reference)/reference` over all entries, in percent.
 
-    Negative where `values`, objectives or distances to be small, beat the reference.
+    It is negative if the `values`, such as objectives or distances, are below the reference.
 
     >>> import torch, pmaf
     >>> pmaf.metrics.mean_relative_error(torch.tensor([1.1, 2.0]), torch.tensor([1.0, 2.0]))

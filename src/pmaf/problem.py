@@ -1,4 +1,4 @@
-"""What a layer declares, and the one way from a problem to a solution."""
+"""The base class of problems, and the way from a problem to its solution."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Problem(Named):
     * `curvature(rows)`, which is `M` times rows `(*, p, n)`.
 
     The multiplier `uᵀ force(u)`, the certificate, both modes of differentiation to any order, the
-    search by products, batches, traces and transforms follow. What has a shorter way for one
-    problem, such as `gradients`, may be overridden.
+    search by products, batches, traces and transforms follow from these two. A subclass may
+    override a method, such as `gradients`, for which it has a faster way.
     """
 
     inputs: ClassVar[dict[str, int]] = {}
     form: ClassVar[type] = Minimum
-    # The power of the inputs that multiplier and gap are proportional to, if they are.
+    # Multiplier and gap are homogeneous of this degree in the inputs; None if they are not.
     degree: ClassVar[int | None] = None
-    # Whether the solution is that of a symmetric matrix, of which some solvers are certain.
+    # Whether the matrix is symmetric; solvers with `always_converges` converge if it is.
     symmetric = True
 
     def force(self, u: Tensor, *inputs: Any) -> Tensor:
@@ -74,7 +74,7 @@ class Problem(Named):
         """`∇²f` times rows `(*, p, n)`."""
         raise NotImplementedError(f"{type(self).__name__} declares no curvature")
 
-    # What the problem is made of.
+    # Inputs and options.
 
     def __post_init__(self) -> None:
         first, *others = self.inputs
@@ -113,13 +113,13 @@ class Problem(Named):
 
     @property
     def flat(self) -> list[Tensor]:
-        """All tensors, those that operators are made of included."""
+        """All tensors, including those of operators."""
         parts = (x.tensors if isinstance(x, Operator) else (x,) for x in self.tensors)
         return [x for part in parts for x in part]
 
     @property
     def matrix(self) -> Tensor:
-        """The first input as a dense tensor, which an operator is not."""
+        """The first input, which must be a dense tensor and no operator."""
         found = self.first
         assert isinstance(found, Tensor)
         return found
@@ -142,7 +142,7 @@ class Problem(Named):
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """How many vectors a solver returns, `(k,)`, or `()` for one without a dimension for it."""
+        """`(k,)` if a solver returns k vectors, `()` if it returns a single one."""
         return ()
 
     @property
@@ -152,7 +152,7 @@ class Problem(Named):
 
     @property
     def basis_batch(self) -> torch.Size:
-        """The batch of such a basis."""
+        """The batch shape of a basis of the curvature."""
         return self.batch_shape
 
     @property
@@ -203,7 +203,7 @@ class Problem(Named):
             self.kind, {name: x for name, x in options.items() if not isinstance(x, Tensor)}
         )
 
-    # What is known about it.
+    # Properties of the problem.
 
     def quadratic(self) -> tuple[Tensor, Tensor]:
         """`M` as a matrix, `(*, n, n)`, and `g`, `(*, n)`."""
@@ -218,7 +218,7 @@ class Problem(Named):
         return dot(u, self.force(u, *self.tensors))
 
     def on_the_unit_sphere(self, value: Tensor) -> tuple[Any, Tensor]:
-        """The problem and a solution of it, if the sphere is not the unit sphere."""
+        """The problem and its solution, rescaled to the unit sphere."""
         return self, value
 
     def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +228,7 @@ class Problem(Named):
         return values[..., 0], values[..., -1], values.abs().amax(-1) + norm(g)
 
     def best_solver(self) -> Solver:
-        """What `Auto()` stands for."""
+        """The solver that `Auto()` uses."""
         return best_minimum(self)
 
     def certify(self, value: Tensor) -> Certificate:
@@ -241,10 +241,10 @@ class Problem(Named):
         by_products = self.operator is not None
         return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
-    # How it is differentiated.
+    # Differentiation.
 
     def conditions(self, tensors: tuple[Tensor, ...], y: Tensor, state: State) -> MinimumConditions:
-        """The optimality conditions at a solution, as the gradient rules see them."""
+        """The optimality conditions at a solution, as the gradient rules use them."""
         return MinimumConditions(self, tensors, y, state)
 
     def gradients(
@@ -268,7 +268,7 @@ class Problem(Named):
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        """Newton's step from a solution of the problem `fixed`, with its linear system."""
+        """Newton's step from a solution of the problem `fixed`, with the linear system there."""
         kept, gap = found.kept, found.gap
         if not isinstance(kept, Basis):
             helper = solve(fixed, None, SECULAR, False, False)
@@ -289,10 +289,10 @@ class Problem(Named):
     # From the problem to its solution.
 
     def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        """The problem as solvers take it, a start for it, and what makes a solution of an outcome.
+        """The problem as solvers take it, a start, and a function from outcomes to solutions.
 
-        Solvers compute in float32 or float64, and the unit sphere is the only one they know. What
-        is done here is differentiable.
+        Solvers compute in float32 or float64, and on the unit sphere only. This conversion is
+        differentiable.
         """
         dtype, problem = self.dtype, self
         if dtype in _HALF:
@@ -301,11 +301,11 @@ class Problem(Named):
         return problem, init, lambda outcome: in_dtype(dtype, as_solution(outcome))
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        """What a solver finds for tensors; raises `OutOfRangeError` if other units are needed."""
+        """The outcome of a solver; raises `OutOfRangeError` if other units are needed."""
         return solver.solve(self, init=init, report=report)
 
     def finished(self, outcome: Outcome) -> Outcome:
-        """What a solver returned, as it leaves the solve; this is not differentiated."""
+        """The outcome of a solver after a last change that is not differentiated."""
         return outcome
 
     def divided(self, unit: Tensor) -> Any:
@@ -324,7 +324,7 @@ class Problem(Named):
         return self.with_tensors(*parts)
 
     def multiplied(self, found: Any, unit: Tensor) -> Any:
-        """What was found in other units, in the units of the problem."""
+        """Convert an outcome or a solution from other units to those of the problem."""
         multiplier, gap = found.multiplier, found.gap
         column = unit.unsqueeze(-1) if multiplier.dim() > gap.dim() else unit
         for _ in range(self.degree or 0):
@@ -348,12 +348,12 @@ class Problem(Named):
         report: bool = True,
         throw: bool = False,
     ) -> Solution:
-        """Solve with a solver, and attach a rule for the gradient; `pmaf.solve` is the way in."""
+        """Solve with a solver, and attach a rule for the gradient; `pmaf.solve` calls this."""
         require_rules(self, solver, gradient)
         if init is not None:
             self.require_start(init)
-            # The solution does not depend on where the search began, and a start would hold on to
-            # the graph of the step that it comes from.
+            # The solution does not depend on the start, whose autograd graph would be kept in
+            # memory.
             init = init.detach()
         if self.operator is not None:
             run: Any = torch.compiler.disable(self._run_products)
@@ -444,7 +444,7 @@ class Problem(Named):
         return 1
 
     def require_start(self, init: Tensor) -> None:
-        """An error unless `init` has the shape of a solution, or broadcasts to it."""
+        """Raise an error unless `init` has the shape of a solution, or broadcasts to it."""
         first = next(iter(self.inputs))
         errors.require_vector("init", init, "n")
         errors.require_alike("init", init, first, self.first)

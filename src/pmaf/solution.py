@@ -1,4 +1,4 @@
-"""Solving any problem, and everything known about the result."""
+"""Solving and certifying any problem, and the description of the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pmaf.solvers.base import has_form
 
 @dataclass(eq=False)
 class Backward:
-    """What a backward pass from products alone reports; nothing before it has run.
+    """The report of a backward pass by products; all fields are None before it has run.
 
     Attributes:
         residual: of its linear system, relative to the incoming gradient, one per entry.
@@ -32,7 +32,7 @@ class Backward:
     converged: Tensor | None = None
 
     def fill(self, residual: Tensor, iterations: int, converged: Tensor) -> None:
-        """Note the result, and warn if there is a gradient that is not solved for."""
+        """Store the report, and warn if the linear system of a gradient was not solved."""
         self.residual, self.iterations, self.converged = residual, iterations, converged
         if converged.all():
             return
@@ -48,7 +48,7 @@ class Backward:
 
 
 def warn_of_gradient(doubtful: Tensor) -> None:
-    """Warn of the gradients of solutions that have not converged, those of a mask."""
+    """Warn of gradients that belong to solutions that have not converged, given by a mask."""
     if not doubtful.any():
         return
     warnings.warn(
@@ -72,8 +72,7 @@ class Solution:
             global minimum; zero also says that it need not be the only one.
         iterations: steps taken.
         converged: whether the solver's own stopping rule was met.
-        backward: of a solve from products alone, what the backward pass had to say about its
-            own linear system, once it has run.
+        backward: the report of the backward pass about its linear system, for a solve by products.
     """
 
     value: Tensor
@@ -93,7 +92,7 @@ class Certificate:
         feasibility: relative distance from the constraint.
         stationarity: size of the gradient along the constraint, relative to the problem.
         optimality: smallest eigenvalue of the Lagrangian's Hessian, relative to the
-            largest of the objective's. Zero or more, up to rounding: a global minimum.
+            largest of the objective's. It is zero or more, up to rounding, at a global minimum.
     """
 
     feasibility: Tensor

@@ -1,1 +1,1 @@
-"""How a solve meets PyTorch's automatic differentiation."""
+"""Solves that PyTorch's automatic differentiation can differentiate."""

@@ -1,9 +1,10 @@
-"""How a solve on tensors meets automatic differentiation: one opaque operator, one `Function`.
+"""Differentiable solves on tensors: an opaque operator inside a `Function`.
 
-No single mechanism of PyTorch gives everything. An operator with a registered derivative breaks
-`torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. What works for all of them is an
-operator without derivatives, called inside a `Function` whose backward pass is made of
-differentiable operations. Loops that depend on data, warnings and checks live inside the operator.
+No single mechanism of PyTorch supports all
+transforms. An operator with a registered derivative breaks
+`torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without derivatives
+works with both, inside a `Function` whose backward pass consists of differentiable operations. The
+operator contains loops that depend on data, warnings and checks.
 In eager mode the solver is called directly, because the dispatch of an operator takes time.
 """
 
@@ -37,7 +38,7 @@ def attach(
     """Solve a problem of one or two tensors, differentiably in them."""
     tensors = problem.tensors
     aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
-    # A trace must not see tensors inside of an argument.
+    # In a trace no argument may contain tensors.
     posed = problem if aside is not None else problem.bare()
     apply: Any = Solve.apply if aside is None else _apply_plainly
     found = apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside)
@@ -49,16 +50,16 @@ def attach(
 def attach_found(
     outcome: Outcome, A: Tensor, problem: Any, solver: Solver, gradient: Gradient
 ) -> tuple[Tensor, Tensor]:
-    """Attach a gradient to what was found for a tensor, in eager mode; `problem` is without it."""
+    """Attach a gradient to an outcome for `A`, in eager mode; `problem` is without `A`."""
     return _apply_plainly(A, None, None, problem, solver, gradient, False, False, [outcome])
 
 
 def _apply_plainly(*arguments: Any) -> Any:
-    """`Solve.apply` for a call that nobody traces or transforms.
+    """`Solve.apply` for a call that is neither traced nor transformed.
 
     `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and
-    looks for the wrappers of transforms. There are neither, and looking for them takes as long as
-    the decomposition of a small matrix. So this calls the method that it overrides.
+    looks for the wrappers of transforms. Here both are unnecessary, and take as long as the
+    decomposition of a small matrix. So this calls the method of the base class of `Function`.
     """
     base: Any = super(torch.autograd.Function, Solve)
     return base.apply(*arguments)
@@ -67,14 +68,14 @@ def _apply_plainly(*arguments: Any) -> Any:
 def solve_opaquely(
     problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool
 ) -> Outcome:
-    """The same by the operator alone, without derivatives."""
+    """Solve by the opaque operator, without derivatives."""
     tensors = (*problem.tensors, None)[:2]
     texts = problem.encoded(), encode(solver)
     return _outcome(problem, solver, torch.ops.pmaf.solve(*tensors, init, *texts, report, throw))
 
 
 def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool) -> Outcome:
-    """Let the solver solve, and say what did not converge."""
+    """Run the solver, and warn of entries that did not converge."""
     first = problem.first
     if init is not None:
         errors.require_finite(init=(init, problem.start_dims))
@@ -114,9 +115,9 @@ def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
     """The tensors of an outcome, contiguous, none of which shares memory with another.
 
     The outputs of an operator may not share memory, neither with each other nor with its
-    inputs, and a compiler may write into them: so they must not be remembered tensors either.
-    Solvers make what is large, an eigenbasis or a factor, for the outcome alone; everything else
-    is cloned. What the fake kernel does not know of is left out.
+    inputs, and a compiler may write into them: so they must not be cached tensors either. An
+    eigenbasis or a factor is large and belongs to this outcome alone; everything else is cloned.
+    Tensors that the fake kernel does not return are left out.
     """
     kept = outcome.kept
     copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]
@@ -215,7 +216,7 @@ class Solve(torch.autograd.Function):
             return torch.ops.pmaf.solve(first, second, init, *texts, report, throw)
         if not aside:
             aside.append(find(problem, init, solver, report, throw))
-        # What is not differentiated does not have to pass through the node.
+        # Outputs without derivatives need not pass through the node.
         return aside[0].value.contiguous(), aside[0].multiplier
 
     @staticmethod
@@ -226,7 +227,7 @@ class Solve(torch.autograd.Function):
         ctx.doubtful = None
         if aside:
             found = aside[0]
-            # A search by products that has not converged may have no digits of the solution.
+            # A search by products that has not converged may have no correct digits.
             ctx.doubtful = found.converged.logical_not() if solver.matrix_free else None
         else:
             found = _outcome(ctx.problem, solver, output)
@@ -255,7 +256,7 @@ class Solve(torch.autograd.Function):
 
 
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:
-    """What an operator returned, with what was kept as what it is."""
+    """The outputs of the opaque operator as an `Outcome`."""
     kind = solver.keeps(problem)
     kept = kind(*output[6 : 6 + len(kind._fields)]) if kind in RETURNED else NOTHING
     return Outcome.of(output[:6], kept)

@@ -1,9 +1,9 @@
 """Forward-mode derivatives of a solution.
 
-An opaque solve has no tangents. Newton steps from its solution on the optimality
-conditions, with the linear system of the solution itself, move nothing (they start at
-the root) and carry the derivatives, each step those of one order more: four steps are
-exact for up to fourth derivatives, in any mix of modes. They are plain torch operations.
+An opaque solve has no tangents. So Newton steps on the optimality conditions follow, with the
+linear system of the solution. They start at the root, so that they do not change the solution, but
+they carry its derivatives, each step one order more: four steps are exact up to fourth derivatives,
+in any mix of modes. They are plain torch operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def require_forward(gradient: Gradient) -> None:
-    """Forward mode knows one rule."""
+    """The rule is `Implicit`, the only one with a forward mode."""
     if not isinstance(gradient, Implicit):
         raise TypeError(
             f"gradient={gradient!r} is a rule for reverse mode; "
@@ -44,7 +44,7 @@ def forward(
 
 
 def constant(x: Tensor) -> Tensor:
-    """A copy without derivatives of any kind, whatever transforms are at work."""
+    """A copy without derivatives of any kind, under any transform."""
     return _Constant.apply(x)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,4 @@
-"""How a solve by products meets automatic differentiation: one `Function` for operators."""
+"""Differentiable solves by products: a `Function` for operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attach_products(
     """Solve a problem that has an operator, differentiably in the tensors it is made of."""
     tensors = problem.flat
     mesh = ranks.mesh_of(*tensors)
-    # A product of a DTensor and a plain tensor is an error: none of them is spread, or all are.
+    # A product of a DTensor and a plain tensor is an error, so all are DTensors, or none is.
     tensors = [ranks.replicate(x, mesh) for x in tensors]
     report = Backward()
     fixed = problem.with_flat([x.detach() for x in tensors])
@@ -67,7 +67,7 @@ class _SolveByProducts(torch.autograd.Function):
 
 
 def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that say so when they are differentiated again, which they cannot be."""
+    """Gradients that raise an error when they are differentiated again."""
     if not torch.is_grad_enabled():
         return list(gradients)
     return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]

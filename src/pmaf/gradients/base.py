@@ -1,8 +1,7 @@
-"""What a gradient rule is, and what it is told about a solution.
+"""The base class of gradient rules, and the optimality conditions that they work on.
 
-A problem hands over the *conditions* its solution satisfies. A rule turns them and
-the incoming gradient into gradients of the inputs, without knowing which problem or
-which solver it is looking at.
+A problem provides the *conditions* that its solution satisfies. A rule computes gradients of the
+inputs from them and the incoming gradient, independently of the problem and the solver.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pmaf.solvers.base import Eigenvectors, Minimum
 
 
 class Conditions(Protocol):
-    """The optimality conditions at a solution, as `Implicit` sees them."""
+    """The optimality conditions at a solution, as `Implicit` uses them."""
 
     def tangent_solve(self, v: Tensor) -> Tensor:
         """Differentiable solution `z` of the conditions' linearisation, given `v`."""
@@ -30,7 +29,7 @@ class Conditions(Protocol):
 
 
 class VectorConditions(Protocol):
-    """`∇f(inputs, y) + μy = 0`, `‖y‖ = 1` for one vector, as the paper's rules see them."""
+    """`∇f(inputs, y) + μy = 0`, `‖y‖ = 1` for one vector, as the paper's rules use them."""
 
     @property
     def y(self) -> Tensor:
@@ -49,7 +48,7 @@ class VectorConditions(Protocol):
 
 
 def contract(k: Tensor, block: Tensor) -> Tensor:
-    """`Σᵢ kᵢ 𝓑ᵢ` for a tensor `𝓑` of shape `(*, n, …)` that is written out."""
+    """`Σᵢ kᵢ 𝓑ᵢ` for an explicit tensor `𝓑` of shape `(*, n, …)`."""
     flat = block.flatten(k.dim())
     return matvec(flat.mT, k).reshape(*k.shape[:-1], *block.shape[k.dim() :])
 

@@ -1,4 +1,4 @@
-"""Gradients of solutions that were found by products, by products again."""
+"""Gradients, by products with the matrix, of solutions that were found by products."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KRYLOV = Krylov()
 class Incoming(NamedTuple):
     """A solution that was found by products, and the gradients that came in for it."""
 
-    seen: Rows  # what the forward pass has seen of the operator
+    seen: Rows  # products with the operator, and results of the forward pass
     y: Tensor
     multiplier: Tensor
     v: Tensor | None  # the gradient of the solution
     d_multiplier: Tensor | None
     options: Krylov  # how many products may be taken
     report: Any  # a `Backward` to fill
-    needs: Sequence[bool]  # which tensors want a gradient
+    needs: Sequence[bool]  # which tensors need a gradient
 
 
 def options_of(solver: Solver) -> Krylov:
@@ -37,7 +37,7 @@ def options_of(solver: Solver) -> Krylov:
 
 
 def eigenvector_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
-    """Gradients of what the operator is made of, for eigenvectors `(*, k, n)`."""
+    """Gradients of the tensors of the operator, for eigenvectors `(*, k, n)`."""
     seen, values = given.seen, given.seen.values
     assert values is not None
     y = given.y.reshape(seen.entries, problem.width, -1)
@@ -49,7 +49,7 @@ def eigenvector_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | No
     z = solve(given._replace(y=y, v=v, d_multiplier=d_values), values)
     left, right = z, y
     if problem.symmetric and not seen.A.symmetric:
-        # The problem is that of the symmetric part, whatever the operator is.
+        # The problem depends on the symmetric part of A, so its gradient is symmetric.
         left, right = 0.5 * torch.cat([z, y], -2), torch.cat([y, z], -2)
     return seen.pull_back(seen.lift(left), seen.lift(right), given.needs)
 
@@ -73,10 +73,10 @@ def _tangent(given: Incoming, values: Tensor) -> Tensor:
     given.report.fill(solved.residual, solved.products, solved.converged)
     z = solved.rows
     if y.shape[1] > 1:
-        # Rounding is that of the largest eigenvalue seen, which need not be among the wanted.
+        # Rounding is relative to the largest modulus, which need not be that of a wanted value.
         difference, apart = differences(values, seen.scale[:, None, None])
         inside = torch.bmm(v, y.mT)
-        # Both the numerator and the denominator change sign with the order of a pair.
+        # Exchanging the vectors of a pair changes the signs of numerator and denominator.
         half = 0.5 * (inside - inside.mT) / torch.where(apart, difference, 1)
         z = z + torch.bmm(torch.where(apart, half, 0), y)
     return z if along is None else z + along
@@ -88,7 +88,7 @@ def _bordered(given: Incoming, values: Tensor) -> Tensor:
     along = torch.zeros_like(y) if d_values is None else d_values.unsqueeze(-1) * y
     right = torch.zeros_like(y) if v is None else v
     if d_values is not None:
-        # Not the image of `along`, which may leave the range in the units of the search.
+        # The image of `along` itself may leave the range in the units of the search.
         right = right + d_values.unsqueeze(-1) * seen.transposed(y)
     solved = gmres(
         seen.transposed,
@@ -105,7 +105,7 @@ def _bordered(given: Incoming, values: Tensor) -> Tensor:
 
 
 def least_squares_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
-    """Gradients of what the operator is made of, and of `b`."""
+    """Gradients of the tensors of the operator, and of `b`."""
     seen, needs, b = given.seen, given.needs, problem.b
     y, z = _minimum_tangent(seen.gram, given)
     y, z = seen.lift(y), seen.lift(z)
@@ -134,7 +134,7 @@ def declared_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]
 def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tensor]:
     """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
 
-    `MinimumConditions.gradients` says what the gradient of the multiplier adds.
+    `MinimumConditions.gradients` explains the part of the multiplier's gradient.
     """
     seen, d_multiplier = given.seen, given.d_multiplier
     y = given.y.reshape(seen.entries, 1, -1)

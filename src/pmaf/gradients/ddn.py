@@ -16,9 +16,9 @@ from pmaf.linalg.products import dot, frobenius
 class DDN(Gradient):
     """`∇L = 𝒦𝓑` with `𝒦 = v(H⁻¹y(yᵀH⁻¹y)⁻¹yᵀ − I)H⁻¹`, as published.
 
-    Needs `H` to be invertible, which it is not in the hard case of LESS; there the
-    result is finite, but it is not the derivative. For a nonsymmetric eigenproblem it is
-    not the derivative either: `−yᵀAy` sees only the symmetric part of `A`.
+    The formula needs an invertible `H`. In the hard case of LESS `H` is singular, and the result is
+    finite but not the derivative. For a nonsymmetric eigenproblem the result is not the derivative
+    either, because `−yᵀAy` depends only on the symmetric part of `A`.
 
     Args:
         exploit: build `𝓑` from its structure ("E"), or by automatic differentiation of
@@ -34,14 +34,14 @@ class DDN(Gradient):
         both = torch.stack(torch.broadcast_tensors(v, y), -1)
         s, q = _solve(conditions.hessian(), both).unbind(-1)
         along = dot(y, q)
-        # Zero by cancellation only, where H is singular.
+        # yᵀH⁻¹y is zero only by cancellation, where H is singular.
         ratio = dot(y, s) / torch.where(along == 0, 1, along)
         k = q * ratio.unsqueeze(-1) - s
         return conditions.contract(k, self.exploit, needs)
 
 
 def _solve(H: Tensor, rhs: Tensor) -> Tensor:
-    """`H⁻¹ rhs`, with one rounding added to the diagonal so that it is always finite."""
+    """`H⁻¹ rhs`, with `eps·‖H‖` added to the diagonal so that it is always finite."""
     rounding = torch.finfo(H.dtype).eps * frobenius(H.detach())
     eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
     return torch.linalg.solve(H + rounding * eye, rhs)

@@ -1,18 +1,17 @@
-"""What the gradient rules are told about eigenvectors.
+"""The optimality conditions of eigenvectors, for the gradient rules.
 
-For a symmetric matrix with requested eigenvectors as the rows of `Y`, an incoming gradient
-`v` of row `j` asks for the solution `z` of a bordered system of its own,
+For a symmetric matrix with requested eigenvectors as the rows of `Y`, an incoming gradient `v` of
+row `j` requires the solution `z` of a bordered system of its own,
 
     (λⱼI − A) z = v − Σ yᵢyᵢᵀv,   yᵢᵀz = 0,   the sum over all i with λᵢ = λⱼ,
 
-and `∂L/∂A = ½(ZᵀY + YᵀZ) + Yᵀdiag(∂L/∂λ)Y`. The system of a simple eigenvalue has its own
-vector in the border and no other, so that nothing depends on the choice of vectors where
-other eigenvalues repeat, to any order of derivative. Inside span(Y) it is solved in closed
-form; outside it is positive definite. Only gaps between a requested eigenvalue and the
-others ever appear in a denominator.
+and `∂L/∂A = ½(ZᵀY + YᵀZ) + Yᵀdiag(∂L/∂λ)Y`. The border of the system of a simple eigenvalue has its
+own vector only. So no derivative, of any order, depends on the choice of eigenvectors where other
+eigenvalues repeat. Inside span(Y) the system is solved in closed form; outside it is positive
+definite. All denominators are gaps between a requested eigenvalue and another.
 
-Within a group of equal eigenvalues `λⱼ` is the matrix `Λ` of all `yᵢᵀAyⱼ`, which is diagonal
-only at the matrix at hand: its derivative is not.
+For a group of equal eigenvalues, the matrix `Λ` of all `yᵢᵀAyⱼ` replaces `λⱼ`. It is diagonal, but
+its derivative is not.
 
 For a nonsymmetric matrix and one vector, eigenvector and eigenvalue are differentiated
 together: `[[λI − A, y], [yᵀ, 0]]ᵀ [w; ·] = [v; ∂L/∂λ]`, `∂L/∂A = w yᵀ`.
@@ -52,13 +51,13 @@ class _ShiftedSystem:
             z = complement_solve(tensors[0], state.shift, y, v, kept, state.gap)
             return z if k == 1 else z + self._within(v, y, tensors, state)
         rise = state.shift.unsqueeze(-1) - kept.values.unsqueeze(-2)
-        size = rise if k == 1 else rise.abs()  # nothing is above the largest eigenvalue
+        size = rise if k == 1 else rise.abs()  # no eigenvalue is above the largest
         equal = size <= merge_tolerance(v.dtype) * self._scale(tensors, state)
         product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
         return product((product(v, kept.rows.mT) / rise).masked_fill(equal, 0), kept.rows)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
-        """Which vectors are in the border of which, `(*, k, k)`; None if each is alone."""
+        """A mask `(*, k, k)` of the vectors in the border of each system; None for k = 1."""
         if state.shift.shape[-1] == 1:
             return None
         return ~self._apart(tensors, state)[1]
@@ -82,7 +81,7 @@ class _ShiftedSystem:
         return differences(state.shift, self._scale(tensors, state))
 
     def _scale(self, tensors: Tensors, state: State) -> Tensor:
-        """`‖A‖` in the spectral norm, `(*, 1, 1)`: what eigenvalues are rounded against."""
+        """The spectral norm `‖A‖`, `(*, 1, 1)`, which rounding of eigenvalues is relative to."""
         kept = state.kept
         if not isinstance(kept, Decomposition):
             return largest_modulus(tensors[0], state.shift)
@@ -90,16 +89,16 @@ class _ShiftedSystem:
 
 
 def differences(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`λⱼ − λᵢ` of eigenvalues `(*, k)`, and which of them are not rounding of `scale`."""
+    """`λⱼ − λᵢ` of eigenvalues `(*, k)`, and which of them are above rounding of `scale`."""
     difference = values.unsqueeze(-1) - values.unsqueeze(-2)
     return difference, difference.abs() > merge_tolerance(values.dtype) * scale
 
 
 def largest_modulus(A: Tensor, values: Tensor) -> Tensor:
-    """About the spectral norm of `½(A + Aᵀ)`, `(*, 1, 1)`, of which `values` are eigenvalues.
+    """A lower estimate of the spectral norm of `½(A + Aᵀ)`, `(*, 1, 1)`.
 
-    From below: by the eigenvalues that are known and by three products with a vector without
-    structure. The Frobenius norm would be up to `√n` too large.
+    It comes from the known eigenvalues `values` and from three products with a vector without
+    structure. The Frobenius norm would be too large by a factor of up to `√n`.
     """
     x = _probe(A)
     for _ in range(3):
@@ -119,7 +118,7 @@ class EigenConditions(NamedTuple):
     state: State
 
     def tangent_solve(self, v: Tensor | None) -> Tensor:
-        """`z` for the incoming gradient `v` of the vectors, and that of the values."""
+        """`z` for the incoming gradients `v` of the vectors and `d_values` of the values."""
         if not self.symmetric:
             return self._bordered_solve(v)
         y, k = self.y, self.values.shape[-1]
@@ -129,7 +128,7 @@ class EigenConditions(NamedTuple):
         shift = self.values.unsqueeze(-1)
         if k > 1:
             shift = torch.diag_embed(self.values)
-            if torch.is_grad_enabled():  # for its derivative; its value is zero
+            if torch.is_grad_enabled():  # zero, but its derivative is not
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)
                 coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
                 shift = shift + 0.5 * (coupling + coupling.mT)
@@ -139,9 +138,9 @@ class EigenConditions(NamedTuple):
     def _bordered_solve(self, v: Tensor | None) -> Tensor:
         """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
 
-        `(λI − A)ᵀ + σyyᵀ` is regular when the eigenvalue is simple, and differs from the
-        border by a multiple of `y` on the right-hand side. Where it is singular up to rounding
-        the eigenvalue is not simple, there is no derivative, and zero is returned.
+        `(λI − A)ᵀ + σyyᵀ` is regular when `λ` is simple, and solves the bordered system up to a
+        multiple of `y` on the right-hand side. Where it is singular up to rounding, `λ` is not
+        simple, there is no derivative, and zero is returned.
         """
         if plain(self.A) and not torch.is_grad_enabled():
             kept, gap = self.state.kept, self.state.gap
@@ -157,8 +156,8 @@ class EigenConditions(NamedTuple):
         both = torch.cat([v + size * target * self.y, self.y], -2)
         factor, pivots, info = torch.linalg.lu_factor_ex(matrix.detach())
         probe = _probe(v).expand_as(self.y.detach())
-        # How long a vector of the size of the matrix comes back bounds the condition from below.
-        # Beyond the reciprocal of rounding the inverse has no digits.
+        # The norm of the solution for `size·probe` bounds the condition number from below. Where it
+        # exceeds 1/merge_tolerance, the solution has no correct digits.
         length = norm(torch.linalg.lu_solve(factor, pivots, (size * probe).mT).mT).unsqueeze(-1)
         repeated = ~(length * merge_tolerance(v.dtype) < 1) | (info != 0)[..., None, None]
         if torch.is_grad_enabled():
@@ -176,7 +175,7 @@ class EigenConditions(NamedTuple):
         if isinstance(rule, Implicit):
             z = self.tangent_solve(v)
             return symmetric_product(z, self.y) if self.symmetric else z.mT @ self.y
-        # One vector at a time. The value is yᵀAy, whatever rule y is differentiated by.
+        # One vector at a time. The value is yᵀAy, in which `rule` differentiates y.
         A, y, d_values = self.A, self.y, self.d_values
         v = torch.zeros_like(y) if v is None else v
         dA = torch.zeros_like(A)
@@ -190,7 +189,7 @@ class EigenConditions(NamedTuple):
         return dA
 
     def columns(self) -> list[ColumnConditions]:
-        """The same for one vector at a time, as the paper's rules want it."""
+        """The conditions of each vector by itself, as the paper's rules use them."""
         A = 0.5 * (self.A + self.A.mT) if self.symmetric else self.A
         return [
             ColumnConditions(A, self.y[..., j, :], self.values[..., j], self.symmetric)
@@ -207,10 +206,10 @@ class ColumnConditions(NamedTuple):
     symmetric: bool
 
     def hessian(self) -> Tensor:
-        """`2λI − (A + Aᵀ)`, and `yyᵀ` times a constant.
+        """`2λI − (A + Aᵀ)` plus a multiple of `yyᵀ`.
 
-        Without the latter it is singular along `y`. On the tangent space, which is all
-        that `𝒦` depends on, it makes no difference.
+        Without the multiple of `yyᵀ` the matrix is singular along `y`. `𝒦` depends on the tangent
+        space only, where `yyᵀ` is zero.
         """
         n = self.A.shape[-1]
         eye = torch.eye(n, dtype=self.A.dtype, device=self.A.device)
@@ -228,7 +227,7 @@ class ColumnConditions(NamedTuple):
         return (-2 * symmetric_product(*rows),)
 
     def _divisor(self) -> Tensor:
-        """The eigenvalue, one where it is zero and there is no fixed point to speak of."""
+        """The eigenvalue, or one where it is zero, so that there is no fixed point."""
         return torch.where(self.value == 0, torch.ones_like(self.value), self.value)
 
     def fixed_point_hessian(self, exploit: bool) -> Tensor:
@@ -257,10 +256,10 @@ def _probe(like: Tensor) -> Tensor:
 
 
 def size_of(A: Tensor) -> Tensor:
-    """`‖Ax‖` for a unit vector without structure, or the largest entry, `(*, 1, 1)`.
+    """`‖Ax‖` for a unit vector without structure, or the largest entry if that is larger.
 
-    No larger than the spectral norm, and one for a matrix of zeros. Nothing is squared that
-    could leave the range of the dtype.
+    The result, `(*, 1, 1)`, is at most the spectral norm, and one for a matrix of zeros. No square
+    in it over- or underflows.
     """
     largest = A.abs().amax((-2, -1), keepdim=True)
     safe = torch.where(largest == 0, 1, largest)
@@ -287,7 +286,7 @@ def _slope(A: Tensor, y: Tensor) -> Tensor:
 
 def _fixed_point(A: Tensor, y: Tensor) -> Tensor:
     image = A @ y
-    # A negative eigenvalue flips the iterate; the fixed point is one up to sign.
+    # A negative eigenvalue flips the iterate, so that y is a fixed point up to its sign.
     image = torch.where(image @ y < 0, -image, image)
     return y - image / image.norm()
 
@@ -323,14 +322,14 @@ def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor],
     scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(A.dtype) * scale
     inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
-    # Vectors with one eigenvalue move together: the span has derivatives, each of them has not.
+    # The vectors of a repeated eigenvalue move together: only their span has derivatives.
     linked = ~differences(shift, scale)[1]
 
     def step(y: Tensor) -> Tensor:
         image = y @ S
         rest = image - torch.where(linked, image @ y.mT, 0) @ y
         y = y + ((rest @ vectors) * inverse) @ vectors.mT
-        # Newton's step towards orthonormal rows, which are off by the square of the last step.
+        # Newton's step towards orthonormal rows, whose error is the square of the last step.
         return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
 
     return step
@@ -347,7 +346,7 @@ def general_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor], T
     def step(y: Tensor) -> Tensor:
         image = y @ A.mT
         rest = image - (image * y).sum(-1, keepdim=True) * y
-        # The part of the step along y changes its length alone.
+        # The part of the step along y changes only the length of y.
         y = y + torch.linalg.solve(matrix, rest.mT).mT
         return y / norm(y).unsqueeze(-1)
 

@@ -17,8 +17,8 @@ from pmaf.solvers.base import Eigenvectors
 class IFT(Gradient):
     """Differentiate `y = Ay/‖Ay‖`: `∇L = −v H⁻¹ 𝓑` with `H = I − (I − yyᵀ)A/λ`.
 
-    Solves with the transpose of `H`, as the formula has it; the published code solves
-    with `H` itself, which for a nonsymmetric matrix is something else.
+    The solve is with the transpose of `H`, as in the formula; the published code solves with `H`
+    itself, which gives another result for a nonsymmetric matrix.
 
     Args:
         exploit: use the structure of `H` and `𝓑` ("E"), or build both by automatic
@@ -33,7 +33,7 @@ class IFT(Gradient):
         self, conditions: Any, v: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         H = conditions.fixed_point_hessian(self.exploit)
-        # One rounding on the diagonal keeps a repeated eigenvalue finite.
+        # Adding eps to the diagonal keeps the result finite for a repeated eigenvalue.
         eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
         H = H + torch.finfo(H.dtype).eps * eye
         w = torch.linalg.solve(H.mT, v.unsqueeze(-1)).squeeze(-1)

@@ -14,9 +14,9 @@ from pmaf.gradients.base import Conditions, Gradient
 class Implicit(Gradient):
     """Differentiate the optimality conditions on the tangent space of the sphere.
 
-    Exact wherever the derivative exists, the hard case of LESS and eigenvectors
-    included; finite, of least norm, where it does not. Any number of derivatives may
-    be taken.
+    The gradient is exact wherever the derivative exists, including the hard case of LESS and
+    eigenvectors. Where the derivative does not exist, the gradient is finite and of least norm.
+    Derivatives of any order may be taken.
     """
 
     def pullback(

@@ -1,13 +1,13 @@
-"""What the gradient rules are told about a minimum on the sphere.
+"""The optimality conditions of a minimum on the sphere, for the gradient rules.
 
 A minimum `y` of `f` on the unit sphere satisfies `force(y) = μy`, with `force = −∇f`. With `H` the
-matrix `∇²f + μI`, an incoming gradient `v` asks for the solution `z` of
+matrix `∇²f + μI`, an incoming gradient `v` requires the solution `z` of
 
     P H P z = P v,   yᵀz = 0,   P = I − yyᵀ,
 
 and the gradient of each input is that of `zᵀ force(y)`, with `y` and `z` fixed.
 
-For least squares, with `r = Ay − b`, these are two rank-one terms, whatever the size of `A`:
+For least squares, with `r = Ay − b`, the gradient of `A` is a sum of two rank-one terms:
 
     ∂L/∂b = A z,   ∂L/∂A = −(r zᵀ + (A z) yᵀ).
 """
@@ -75,7 +75,7 @@ class DeclaredSystem:
 
 @dataclass(frozen=True)
 class GramSystem:
-    """Bordered systems of `AᵀA + μI`, solved with what the forward pass left behind."""
+    """Bordered systems of `AᵀA + μI`, solved with the basis or factor of the forward pass."""
 
     def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         A, shift, y = tensors[0], state.shift.squeeze(-1), y.squeeze(-2)
@@ -103,16 +103,16 @@ class GramSystem:
 
 
 def _decomposed(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """`z` where the forward pass, by products, left nothing to solve with.
+    """`z` where the forward pass, by products, kept neither a basis nor a factor.
 
-    The singular values are those of float64: in `AᵀA` the digits of the small ones are rounding.
+    The singular values of `A` are computed in float64; in `AᵀA` the small ones are rounding.
     """
     dtype = v.dtype
     if v.device.type != "mps":  # has no float64
         A, shift, y, v = (x.double() for x in (A, shift, y, v))
     spectrum, _, _ = singular_spectrum(A)
     gap = shift + spectrum.floor
-    # The gap is known no better than the multiplier, or than the squared singular values.
+    # The gap has the errors of the multiplier and of the squared singular values.
     rounding = (
         NOISE * torch.finfo(dtype).eps * shift.abs() + merge_tolerance(v.dtype) * spectrum.top
     )
@@ -170,8 +170,8 @@ class MinimumConditions:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs, given those of the solution and of its multiplier.
 
-        The multiplier is `yᵀ force(y)`. It moves with the inputs themselves, and with `y`, along
-        which its derivative is `force(y) − ∇²f y`; `force(y)` is normal to the sphere.
+        The multiplier is `yᵀ force(y)`. It depends on the inputs directly, and through `y`, in
+        which its gradient is `force(y) − ∇²f y`; `force(y)` is normal to the sphere.
         """
         if d_multiplier is None:
             assert v is not None
@@ -242,7 +242,7 @@ class LeastSquaresConditions(MinimumConditions):
         if needs[0]:
             block = A.mT.unsqueeze(-1) * y[..., None, None, :]
             r = self.residual()
-            if torch.compiler.is_compiling():  # which does not trace writing into a view
+            if torch.compiler.is_compiling():  # it cannot trace a write into a view
                 eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).unsqueeze(-2)
                 block = torch.addcmul(block, eye, r[..., None, :, None])
             else:

@@ -12,6 +12,6 @@ class Unroll(Gradient):
     """Record every iteration and differentiate through all of them.
 
     The gradient is that of the last iterate, exact only in the limit, and the memory
-    grows with the number of iterations. For solvers that iterate by torch operations;
-    an opaque solve has nothing to record.
+    grows with the number of iterations. The solver has to iterate by torch operations; an opaque
+    solve cannot be recorded.
     """

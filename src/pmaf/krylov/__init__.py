@@ -1,1 +1,1 @@
-"""Spaces that grow by products with a matrix."""
+"""Krylov spaces, which grow by products with a matrix."""

@@ -1,9 +1,9 @@
 """The solution of LESS in a small Krylov space of an inverse.
 
 With `H = AᵀA + νI` factored at some shift `ν`, the solution at any other shift `ν + δ` is
-`(I + δH⁻¹)⁻¹ H⁻¹g`. In the space spanned by `H⁻¹g, H⁻²g, …` that is a tridiagonal system, and
-the inverse makes the smallest eigenvalues of `H`, which decide the multiplier, the first ones
-that the space finds: a handful of solves replaces an eigendecomposition.
+`(I + δH⁻¹)⁻¹ H⁻¹g`. In the space spanned by `H⁻¹g, H⁻²g, …` that is a tridiagonal system. The
+smallest eigenvalues of `H`, which decide the multiplier, are the largest of `H⁻¹`. The space finds
+these first, so that a few solves replace an eigendecomposition.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pmaf.linalg.products import long_norm, solve_factored
 
 
 class Guess(NamedTuple):
-    """Where the Krylov space puts the solution, one row per entry."""
+    """The approximate solution in the Krylov space, one row per entry."""
 
     u: Tensor  # (B, n), of unit length
-    shift: Tensor  # (B,), how far the multiplier is from the factored shift
-    steps: Tensor  # (B,) int64, after which the entry needed no more
+    shift: Tensor  # (B,), the multiplier minus the factored shift
+    steps: Tensor  # (B,) int64, the dimension at which the entry converged
 
 
 def solve_row(factor: Tensor, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
         torch.sum(image * image, -1, out=beside[k - 1]).sqrt_()
         v = image / beside[k - 1].clamp_min(torch.finfo(g.dtype).tiny).unsqueeze(-1)
         if k < limit and k != first and (k < first or k % 2):
-            continue  # to look costs about as much as to go on
+            continue  # a check costs about as much as another vector
         delta, y = tridiagonal_root(diagonal[:k], beside[: k - 1], length, delta, spare // 4)
         growing = growing & ~((delta * beside[k - 1] * y[-1]).abs() <= tolerance)
         steps = torch.where(growing | (steps == 0), k, steps)
@@ -63,8 +63,8 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
     return Guess(u / long_norm(u).unsqueeze(-1), delta, steps)
 
 
-# Fewer vectors are next to never enough; where a solve costs next to nothing, twice as many
-# are taken before the first look.
+# Vectors before the first check, and the n below which they are doubled, because a solve with a
+# small matrix takes less time than a check.
 _FIRST, _LARGE = 3, 256
 
 _NEWTON_STEPS = 6
@@ -75,9 +75,9 @@ def tridiagonal_root(
 ) -> tuple[Tensor, Tensor]:
     """`δ` and `y` with `(I + δT) y = length·e₁`, `‖y‖ = 1` and `I + δT` positive definite.
 
-    `T` is positive definite and tridiagonal, `(k, B)` and `(k − 1, B)`. Newton's method on
-    `1/‖y‖ − 1`, which is concave: a step from anywhere ends left of the root. It is kept in
-    a bracket, since that may be left of where the matrix is definite, too.
+    `T` is positive definite and tridiagonal, `(k, B)` and `(k − 1, B)`. Newton's method solves
+    `1/‖y‖ − 1 = 0`. The function is concave, so that every step ends left of the root. A bracket
+    keeps the iterates in the interval in which `I + δT` is definite.
     """
     tolerance = torch.finfo(length.dtype).eps ** 0.75
     low = (length - 1) / diagonal[0]  # the step from zero, which ends left of the root
@@ -95,7 +95,7 @@ def tridiagonal_root(
         inverse = pivots.reciprocal()
         ratios = -c * inverse[1:]
         y = torch.cat([(length * inverse[0]).unsqueeze(0), ratios]).cumprod(0)
-        # Both y and Ty, the derivative of (I + δT)y, through one half of the factorisation.
+        # One half of the factorisation is applied to y and to Ty, the derivative of (I + δT)y in δ.
         image = diagonal * y
         image[:-1].addcmul_(beside, y[1:])
         image[1:].addcmul_(beside, y[:-1])

@@ -1,9 +1,9 @@
-"""Top eigenvectors from one Krylov space, and the proof that nothing larger was missed.
+"""Top eigenvectors from one Krylov space, with a proof that no larger eigenvalue is missing.
 
-`Y` spans approximate eigenvectors, `θ` is the smallest of their values. If the Cholesky
-factorisation of `(θ − δ)I − A + YᵀτY` exists, then `A` has no eigenvalue above `θ − δ` on
-the complement of `Y`, and by interlacing at most k in all: those that were found. The
-factor then improves a single vector to all its digits, and serves the backward pass.
+The k rows of `Y` are approximate eigenvectors, and `θ` is the smallest of their values. If the
+Cholesky factorisation of `(θ − δ)I − A + YᵀτY` exists, then `A` has no eigenvalue above `θ − δ` on
+the complement of `Y`, and by interlacing at most k in all, which are those found. The factor then
+refines the vectors, and preconditions the linear system of the backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pmaf.linalg.symmetric_part import SymmetricPart, fixed_rows
 
 
 class Ritz(NamedTuple):
-    """Top eigenpairs of each matrix; where not `found`, whatever there was."""
+    """Top eigenpairs of each matrix; they have not converged where not `found`."""
 
     values: Tensor  # (B, k), descending
     rows: Tensor  # (B, k, n)
@@ -31,9 +31,9 @@ class Ritz(NamedTuple):
 
 
 def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | None:
-    """Lanczos with full orthogonalisation; None once it is clear that most will not converge.
+    """Lanczos with full orthogonalisation; None once most entries are predicted to fail.
 
-    What is accurate to a few digits is left to `polish`.
+    A few digits are enough, because `polish` refines the vectors.
     """
     A = part.matrix
     B, n = A.shape[:2]
@@ -45,15 +45,15 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
     for m in range(1, limit + 1):
         basis = Q[:, :m]
         w = part(Q[:, m - 1 : m])
-        # Twice, or what is lost in the first subtraction comes back as a second copy.
+        # Orthogonalised twice, or rounding would bring in second copies of eigenvectors.
         h = torch.bmm(w, basis.mT)
         w = torch.baddbmm(w, h, basis, alpha=-1)
         g = torch.bmm(w, basis.mT)
         w = torch.baddbmm(w, g, basis, alpha=-1)
         T[:, m - 1, :m] = (h + g).squeeze(1)
         length = norm(w)
-        # Zero where the space is invariant: what this adds is not an eigenpair, and is
-        # found out by the residual.
+        # If the space is invariant, w is zero or rounding error. A Ritz pair that this row spoils
+        # is rejected by its residual.
         tiny = torch.finfo(A.dtype).tiny
         torch.div(w, length.unsqueeze(-1).clamp_min(tiny), out=Q[:, m : m + 1])
         if m < check and m < limit:
@@ -76,7 +76,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
 
 
 def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -> Ritz:
-    """Steps with the factor, of Newton for a single vector, of Davidson for several."""
+    """Refine with the factor, by Newton's steps for one vector, by Davidson's for several."""
     for _ in range(_POLISHES):
         if (found.residual <= 0.5 * tolerance).all():
             break
@@ -94,10 +94,10 @@ def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -
 
 
 def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
-    """Of the span of twice as many rows, the half with the largest values, orthonormal.
+    """The Ritz vectors of the larger half of all Ritz values in the span of the rows.
 
-    In float64 where there is one: a few rows cost nothing, and what is rounded here would
-    be all that is left to improve.
+    They are computed in float64 where the device has it: the cost for a few rows is small, and
+    rounding in float32 would limit the accuracy of the refinement.
     """
     dtype = rows.dtype
     wide = dtype if rows.device.type == "mps" else torch.float64
@@ -110,7 +110,7 @@ def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
 def certificate(
     part: SymmetricPart, found: Ritz, of: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The Cholesky factors, `(B, n, n)`, and which of them exist; of some entries if named."""
+    """The Cholesky factors, `(B, n, n)`, and which of them exist; `of` selects entries."""
     matrix, y, values, scale = part.matrix, found.rows, found.values, found.scale
     if of is not None:
         matrix, y, values, scale = matrix[of], y[of], values[of], scale[of]
@@ -136,8 +136,8 @@ def _steps_left(excess: Tensor, gap: Tensor) -> Tensor:
     return torch.nan_to_num(excess.clamp_min(1).log() / rate, nan=torch.inf)
 
 
-# Of the gap: an angle of this size is within reach of a Newton step.
+# Newton's steps converge if the residual is at most this fraction of the gap.
 _POLISH = 1e-2
 _POLISHES = 4
-# Steps before the first look.
+# Steps before the first check.
 _FIRST = 12

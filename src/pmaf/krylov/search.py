@@ -1,4 +1,4 @@
-"""The search for a solution in a space that grows where the residual points."""
+"""The search for a solution in a subspace that grows by residuals."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pmaf.tangent.residuals import Product, conjugate_residuals
 
 
 class Inside(NamedTuple):
-    """The solution of a small problem."""
+    """The solution of the problem restricted to a space."""
 
     values: Tensor  # (B, w), eigenvalues or a multiplier
     rows: Tensor  # (B, w, j), coefficients of the solution
     kept: Tensor  # (B, q, j), orthonormal coefficients of what a restart keeps
     gap: Tensor  # (B,)
-    scale: Tensor  # (B,), what a residual is measured against
+    scale: Tensor  # (B,), which residuals are relative to
     growth: Tensor  # (B, guards), logarithm, see `_behind`
     curvature: Tensor  # (B,), least along the constraint; zero where the solution is not unique
 
 
 class Task(Protocol):
-    """What is looked for."""
+    """The problem that a search solves."""
 
-    wanted: int  # rows that are looked for
-    guards: int  # rows after them that have to be seen to lie behind them
-    width: int  # of the block that the space grows by, other rows included
+    wanted: int  # number of requested rows
+    guards: int  # number of rows after them, whose values must prove to be smaller
+    width: int  # rows of the block that the space grows by, including these
 
     def inside(self, space: Space) -> Inside: ...
 
@@ -40,12 +40,12 @@ class Task(Protocol):
         ...
 
     def system(self, product: Product) -> Product | None:
-        """`A` such that `value·I − A` is positive definite beside a solution, if any is."""
+        """`A` such that `value·I − A` is positive definite orthogonal to a solution, if any is."""
         ...
 
 
 class Found(NamedTuple):
-    """Where a search ended."""
+    """The result of a search."""
 
     values: Tensor  # (B, w)
     rows: Tensor  # (B, w, n)
@@ -73,10 +73,10 @@ def search(
     Args:
         product: of rows `(B, p, n)`.
         start: `(B, p, n)`, no row zero.
-        size: of the space; when it is full, the best is kept.
+        size: of the space; a full space restarts from its best vectors.
         tolerance: on the residual.
         limit: on the products.
-        agreed: whether a mask `(B,)` holds for all.
+        agreed: whether a mask `(B,)` is true for all entries, as seen by all ranks.
     """
     space = Space(product, start, size, symmetric)
     ahead = rest = space.grow(start)
@@ -98,14 +98,14 @@ def search(
             stuck = ~done & _stuck(history, tolerance)
             hopeless = ~torch.isfinite(residual)
             if refreshed:
-                # Rounding in the products themselves, then; the residual says how much.
+                # After a refresh, a residual that is stuck is the rounding error of the products.
                 close = residual <= _CLOSE * tolerance
                 done = done | (stuck & close)
                 hopeless = hopeless | (stuck & ~close & (refreshed > 1))
             guards = lengths[:, wanted : wanted + task.guards]
             behind = _behind(inside, space, guards <= tolerance)
             if everything:
-                # Nothing is left to be seen, and nothing but rounding of the residual.
+                # In the whole space no eigenvalue is missing, and the residual is rounding error.
                 behind, done = torch.ones_like(done), residual <= _CLOSE * tolerance
             done = done & behind
             if spent or agreed(done | hopeless):
@@ -121,7 +121,7 @@ def search(
                 )
             look = space.width + max(1, min(space.width // 4, _LONGEST))
             if refreshed < 2 and agreed(done | stuck):
-                # Rounding in old images may be all that is left of the residual.
+                # The residual may be rounding error of old images: compute them again.
                 space.keep(inside.kept)
                 space.refresh()
                 history.clear()
@@ -151,8 +151,8 @@ def search(
                     scaled = space.reach.unsqueeze(-1) * step.rows / one_if_zero(length)
                     rest = torch.cat([torch.where(length > 0, scaled, ours), others], 1)
                 look = space.width + max(1, (space.size - space.width) // 2)
-            # A guard is worth what powers of the matrix make of a start without structure. Its
-            # own residual would let go of what has not shown yet.
+            # The bound in `_behind` is for powers of the matrix times a pseudorandom start. So the
+            # space grows by images, not by residuals, until the guards are behind.
             if task.guards and not refreshed and restarts < _CORRECT_FROM:
                 rest = torch.where(behind[:, None, None], rest, ahead)
             rest = space.beside(rest)
@@ -160,12 +160,12 @@ def search(
 
 
 def _behind(inside: Inside, space: Space, converged: Tensor) -> Tensor:
-    """Whether what guards has turned out to lie behind the rows that are wanted, `(B,)`.
+    """Whether the guards show that no larger eigenvalue than the wanted ones is missing, `(B,)`.
 
-    A guard starts without structure. An eigenvalue beyond those wanted, which would be the one
-    to find, grows in it by `exp(growth)` a product, relative to what has been seen: after j
-    products the chance that it has not shown is at most `1.648·√n·exp(−growth·(j − ½))`. For a
-    symmetric matrix Kuczyński and Woźniakowski (1992) prove it.
+    A guard starts from a pseudorandom vector. A missing eigenvalue, which is larger than the wanted
+    ones, grows in it by `exp(growth)` a product, relative to those seen: after j products the
+    probability that it is still missing is at most `1.648·√n·exp(−growth·(j − ½))`. Kuczyński and
+    Woźniakowski (1992) prove this for symmetric matrices.
     """
     needed = math.log(1.648 * space.rows.shape[-1] ** 0.5 / _CHANCE)
     behind = inside.growth * (space.products - 0.5) >= needed
@@ -173,7 +173,7 @@ def _behind(inside: Inside, space: Space, converged: Tensor) -> Tensor:
 
 
 def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
-    """Where a residual near its tolerance does not fall any more, `(B,)`."""
+    """Where a residual near its tolerance has stopped falling, `(B,)`."""
     now = history[-1]
     stuck = torch.zeros_like(now, dtype=torch.bool)
     if len(history) > 2:
@@ -184,16 +184,16 @@ def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
     return stuck
 
 
-# Vectors before the first look, and at most between two.
+# Vectors before the first check, and the most between two checks.
 _FIRST, _LONGEST = 6, 16
 # A bound on the probability that a guard has missed a larger eigenvalue; see `_behind`.
 _CHANCE = 1e-3
-# Restarts after which images are made anew.
+# Restarts after which all images are computed again.
 _REFRESH = 10
-# Restarts after which the space grows by a Newton step instead of a residual, the products
-# that one may take, and how far they have to bring the residual down: a space of a few dozen
-# vectors is slow to tell close eigenvalues apart, and conjugate residuals forget nothing.
+# Restarts after which the space grows by a Newton step instead of a residual, the products that a
+# step may take, and the factor by which it reduces the residual. A space of a few dozen vectors is
+# slow to separate close eigenvalues, and conjugate residuals need no restarts.
 _CORRECT_FROM, _CORRECT_TO, _CORRECT_BY = 4, 400, 0.01
-# Looks without progress, near the tolerance, after which there will be none; and how close to
-# it rounding may be all that is left.
+# Checks without progress after which a residual below _NEAR·tolerance counts as stuck, and the
+# multiple _CLOSE of the tolerance up to which a stuck residual may be rounding error.
 _PATIENCE, _NEAR, _CLOSE = 6, 1e3, 10

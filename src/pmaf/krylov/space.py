@@ -1,9 +1,9 @@
-"""The search for a solution in a subspace that grows by products.
+"""Subspaces that grow by products with a matrix.
 
-A space has orthonormal rows `(B, j, n)`, their images under a linear map, and the map as
-seen from inside, a matrix `(B, j, j)`. A problem posed inside it is small; its solution has
-a residual outside, and that is where the space grows. From one vector this is the Krylov
-space of Lanczos and Arnoldi; when the space is full, the best of it is kept.
+A space has orthonormal rows `(B, j, n)`, their images under a linear map, and the map restricted to
+the space, a matrix `(B, j, j)`. The problem restricted to the space is small, and the space grows
+by the residual of its solution. From one vector this gives the Krylov space of Lanczos and Arnoldi.
+A full space is reduced to its best vectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pmaf.tangent.residuals import Product
 
 
 class Space:
-    """Orthonormal rows, their images, and the map between them as a small matrix."""
+    """Orthonormal rows, their images, and the restricted map as a small matrix."""
 
     def __init__(self, product: Product, start: Tensor, size: int, symmetric: bool) -> None:
         B, _, n = start.shape
@@ -48,9 +48,9 @@ class Space:
         return self.width == self.size
 
     def grow(self, block: Tensor) -> Tensor:
-        """Add rows `(B, p, n)` that are beside the space, as far as there is room.
+        """Add rows `(B, p, n)` that are orthogonal to the space, as many as there is room for.
 
-        Returns what the images of the added have beside it.
+        Returns the parts of their images that are orthogonal to the space.
         """
         block = self._orthonormal(block[:, : self.size - self.width])
         image = self.product(block)
@@ -77,7 +77,7 @@ class Space:
         self.width = q
 
     def refresh(self) -> None:
-        """Multiply again: in images that are combined over and over, rounding gathers."""
+        """Compute all images again, because rounding accumulates in combinations of old ones."""
         basis = torch.linalg.qr(self.rows.mT).Q.mT
         self._rows[:, : self.width] = basis
         self._images[:, : self.width] = self.product(basis)
@@ -85,27 +85,27 @@ class Space:
         self.products += 1
 
     def beside(self, block: Tensor) -> Tensor:
-        """What rows have outside the space, up to rounding."""
+        """The parts of rows that are orthogonal to the space, up to rounding."""
         if not self.width:
             return block
         return torch.baddbmm(block, inner(block, self.rows), self.rows, alpha=-1)
 
     def _orthonormal(self, block: Tensor) -> Tensor:
-        """Orthonormal rows for rows beside the space."""
+        """Orthonormalise rows that are orthogonal to the space."""
         eps = torch.finfo(block.dtype).eps
-        # Of an invariant space nothing is left but rounding: go on somewhere else.
+        # If the space is invariant, the rows are rounding error: replace them by pseudorandom rows.
         block = self._replaced(block, long_norm(block) <= ROUNDED * eps * self.reach, 0)
         block = self._unit(self.beside(block))
         if block.shape[-1] > _SMALL:
             return block
-        # In a small space what is left may be rounding even then.
+        # For small n the rows may be rounding error even then.
         left = self.beside(block)
         return self._unit(self.beside(self._replaced(left, long_norm(left) <= eps**0.5, 1)))
 
     def _replaced(self, block: Tensor, gone: Tensor, attempt: int) -> Tensor:
-        """Other rows in place of those of a mask `(B, p)`."""
+        """Pseudorandom rows in place of those of a mask `(B, p)`."""
         n, p = block.shape[-1], block.shape[1]
-        # Pieces of one long row: there is no end of them, and they take no time to make.
+        # Pieces of one long pseudorandom row, of which there are many at no cost.
         row = fixed_rows(n + _SPARES, block.dtype, block.device)[0]
         at = (self.width + 97 * attempt) % (_SPARES - p + 1)
         return torch.where(gone.unsqueeze(-1), row[at : at + n + p - 1].unfold(0, n, 1), block)
@@ -115,7 +115,7 @@ class Space:
         return block if block.shape[1] == 1 else torch.linalg.qr(block.mT).Q.mT
 
 
-# Up to this many rows a space may come to be the whole, and a third projection costs little.
+# Up to this n a space may become the whole space, and a third projection takes little time.
 _SMALL = 1000
-# Directions to go on with where the space is invariant.
+# Number of rows that can replace those of an invariant space.
 _SPARES = 512

@@ -1,4 +1,4 @@
-"""What a search may look for."""
+"""The problems that a search can solve."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class Largest:
 
     Args:
         k: how many.
-        guards: how many more are followed until they are seen to be smaller. A search that
-            starts from vectors that are given, not drawn, needs one: it might be over before
-            anything else shows.
-        extra: how many more are followed as long as the search lasts.
+        guards: how many more are computed until they prove to be smaller. A search from vectors
+            that the user gives needs one: it might converge before a larger eigenvalue appears.
+        extra: how many more are computed during the whole search.
     """
 
     def __init__(self, k: int, guards: int = 0, extra: int = 0) -> None:
@@ -34,11 +33,11 @@ class Largest:
         theta, s = torch.linalg.eigh(space.matrix)
         w, j, k = self.width, space.width, self.wanted
         kept = max(w, min(j - w, w + (j - w) // 2))
-        # Between those asked for, and to the next.
+        # The gaps between the requested eigenvalues, and to the next one.
         gaps = theta.diff(dim=-1)[:, -k:]
         gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
         order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
-        # Chebyshev polynomials grow by this beyond the part of the spectrum behind the wanted.
+        # Chebyshev polynomials on the unwanted spectrum grow by exp(2√part) at the wanted values.
         beyond = values[:, k - 1 : k] - values[:, k : k + self.guards]
         part = beyond / one_if_zero(theta[:, -1:] - theta[:, :1])
         return Inside(
@@ -62,7 +61,7 @@ class Dominant:
     """The eigenvalue of largest modulus of a general matrix, if it is real.
 
     Args:
-        guards: one if the first vector of the start is given, not drawn; see `Largest`.
+        guards: one if the user gives the first vector of the start; see `Largest`.
     """
 
     def __init__(self, guards: int = 0) -> None:
@@ -71,7 +70,7 @@ class Dominant:
     def inside(self, space: Space) -> Inside:
         H, j = space.matrix, space.width
         theta, s = torch.linalg.eig(H)
-        # Of two with one modulus the positive one is Perron's.
+        # If two eigenvalues have one modulus, the positive one, Perron's, comes first.
         moduli = theta.abs()
         favour = TIED * torch.finfo(H.dtype).eps * (theta.real > 0.5 * moduli).to(moduli)
         order = torch.argsort(moduli * (1 + favour), dim=-1, descending=True, stable=True)
@@ -97,16 +96,16 @@ class Dominant:
 
 
 def _growth(theta: Tensor) -> Tensor:
-    """By which a product brings out an eigenvalue beyond the first of `theta`, a logarithm.
+    """Logarithm of the growth per product of an eigenvalue beyond the first of `theta`.
 
-    The others seen lie in an ellipse with half axes a and b around a real number m. The
-    polynomials that are small on it, Chebyshev's, grow by `|w + √(w² − a² + b²)|/(a + b)` a degree
-    at `m + w`; this is the least of it where the modulus is that of the first.
+    The other values seen lie in an ellipse with half axes a and b around a real number m. The
+    Chebyshev polynomials of the ellipse grow by `|w + √(w² − a² + b²)|/(a + b)` a degree at
+    `m + w`; the result is the minimum over all `m + w` with the modulus of the first.
     """
     first, others = theta[:, :1].abs(), theta[:, 1:]
     low, high = others.real.aminmax(dim=-1, keepdim=True)
     m, a, b = 0.5 * (low + high), 0.5 * (high - low), others.imag.abs().amax(-1, keepdim=True)
-    # Half axes of nothing are one rounding long; the corners of a box are outside of its ellipse.
+    # Half axes are at least eps·|θ₁|. `wider` scales the ellipse until it contains all values.
     least = torch.finfo(first.dtype).eps * first + torch.finfo(first.dtype).tiny
     a, b = a.clamp_min(least), b.clamp_min(least)
     wider = ((others.real - m) / a).square() + (others.imag / b).square()
@@ -127,8 +126,8 @@ class Lowest:
 
     Args:
         g: `(B, 1, n)`.
-        noise: `(B,)`, of the coefficients of `g`: below it they count as zero.
-        reference: `(B, 1, n)`, which of two equal minima is taken.
+        noise: `(B,)`; smaller coefficients of `g` count as zero.
+        reference: `(B, 1, n)`; of two equal minima the one on its side is taken.
     """
 
     wanted, guards, width = 1, 0, 1
@@ -146,11 +145,11 @@ class Lowest:
         side = self._seen(space, self.reference)
         u, gap, _, _, _ = secular_root(spectrum, c, self.noise, side, eps)
         row = u.unsqueeze(-2)
-        # The lowest directions are the ones a Krylov space is slow to find again.
+        # A restart keeps the lowest Ritz vectors, which a Krylov space is slow to find again.
         lowest = s.mT[:, : max(1, space.width // 2 - 1)]
         kept = torch.linalg.qr(torch.cat([row, lowest], -2).mT).Q.mT
         scale = theta.abs().amax(-1) + self.pull
-        # Least curvature beside u: along u itself nothing is free to move.
+        # The least curvature orthogonal to u; along u the matrix is lifted by scale + gap.
         inside = torch.diag_embed(spread + gap.unsqueeze(-1))
         y = row @ s
         aside = torch.eye(space.width, dtype=y.dtype, device=y.device) - y.mT @ y

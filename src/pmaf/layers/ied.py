@@ -57,8 +57,8 @@ class PrincipalEigenvectors(Problem):
         symmetric: False for the dominant real eigenvalue of a general matrix, the largest
             in modulus; only for one vector.
         descending: order of the eigenvalues if there are several.
-        reference: `(*, n)` or `(*, n, k)`, what each eigenvector is turned towards; all
-            ones unless given. Pass the previous solution to keep signs through training.
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
+            all ones unless given. Pass the previous solution to keep signs through training.
     """
 
     A: Tensor | Operator
@@ -99,7 +99,7 @@ class PrincipalEigenvectors(Problem):
             )
         if self.reference is not None:
             self._require_reference(self.reference)
-            # It decides signs, which have no derivative; its graph would be kept for nothing.
+            # The reference decides signs, which have no derivative, so its graph is not needed.
             object.__setattr__(self, "reference", self.reference.detach())
 
     @property
@@ -147,7 +147,7 @@ class PrincipalEigenvectors(Problem):
         return best_eigenvectors(self)
 
     def certify(self, value: Tensor) -> Certificate:
-        """Checked against all eigenvalues, in float64; by products if `A` is an operator.
+        """A certificate from all eigenvalues in float64, or by products if `A` is an operator.
 
         `optimality` is by how much the eigenvalues found exceed the true ones (fall short
         of them, for the smallest), relative to the matrix: zero at best.
@@ -203,7 +203,7 @@ class PrincipalEigenvectors(Problem):
         if init is not None and self.dims_of(init) == 1:
             init = init.unsqueeze(-1)
         if isinstance(self.A, Operator) and self.reference is not None:
-            # Every rank looks at all of it, so that all of them raise the error or none.
+            # Every rank checks the whole reference, so that all ranks raise the error or none.
             errors.require_finite(reference=(ranks.whole(self.reference), 1))
         problem, init, _ = super().reduced(init)
         if not (self.largest and self.descending and self.reference is None):
@@ -214,7 +214,7 @@ class PrincipalEigenvectors(Problem):
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A = self.matrix
-        # torch's own derivative of a recorded decomposition does not see to the range.
+        # torch's own derivative of a recorded decomposition may over- or underflow.
         recorded = torch.is_grad_enabled() and A.requires_grad
         if recorded or not solver.takes_any_scale(self):
             require_range(A)
@@ -223,7 +223,7 @@ class PrincipalEigenvectors(Problem):
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             blame_range(A)
             raise
-        # For a matrix with infinite entries, or sums of them, LAPACK returns nan.
+        # LAPACK returns nan for a matrix with infinite entries or overflowing sums.
         total = outcome.multiplier.sum()
         if not math.isfinite(float(total.detach() if total.requires_grad else total)):
             blame_range(A)
@@ -232,8 +232,8 @@ class PrincipalEigenvectors(Problem):
     def finished(self, outcome: Outcome) -> Outcome:
         if self.k is not None:
             return outcome
-        # One vector is turned, and loses its dimension, where nothing is recorded: that saves
-        # two nodes of the graph.
+        # The sign is chosen and the dimension dropped here, where autograd does not record: that
+        # saves two nodes of the graph.
         y = outcome.value.squeeze(-2)
         value = y * _default_signs(y).unsqueeze(-1)
         return outcome._replace(value=value, multiplier=outcome.multiplier.squeeze(-1).clone())
@@ -255,14 +255,15 @@ class PrincipalEigenvectors(Problem):
 
     @property
     def flipped(self) -> bool:
-        """Whether the order asked for is not that of the solvers."""
+        """Whether the requested order is the reverse of that of the solvers."""
         return self.descending != self.largest and self.width > 1
 
     def _signs(self, rows: Tensor) -> Tensor:
-        """Which way to turn each row, `(*, k)`.
+        """The sign for each row, `(*, k)`.
 
-        Towards the reference. Where that is orthogonal, the paper leaves the sign alone;
-        towards a fixed direction first, so that what is left alone is reproducible.
+        It makes the product with the reference positive. Where the row is orthogonal to the
+        reference, the paper keeps the solver's sign; here a fixed direction decides, so that the
+        sign is reproducible.
         """
         if self.reference is None:
             return _default_signs(rows)
@@ -291,7 +292,7 @@ class PrincipalEigenvectors(Problem):
     def _is_block(self, reference: Tensor) -> bool:
         """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
 
-        Where both readings fit, it is the second, with one vector for each batch entry.
+        Where both shapes fit, it counts as `(*, n)`, with one vector for each batch entry.
         """
         if self.k is None:
             return False
@@ -321,21 +322,21 @@ _BARE = PrincipalEigenvectors.read({"largest": True, "symmetric": True, "descend
 
 
 def _default_signs(rows: Tensor) -> Tensor:
-    """Which way to turn each vector, `(*, n)` to `(*,)`, without a reference.
+    """The sign for each vector without a reference, `(*, n)` to `(*,)`.
 
-    Towards all ones, and where that is orthogonal towards a direction without structure.
+    It makes the product with all ones positive, or if that is zero, with a fixed direction.
     """
     both, one, tolerance = _references(rows)
     first, second = (rows.detach() @ both).unbind(-1)
-    # What `hardshrink` leaves of the first, unless it is zero, outweighs the second.
+    # `hardshrink` sets `first` to zero up to the tolerance; above, it outweighs `second`.
     side = torch.add(second, torch.hardshrink(first, tolerance), alpha=16 / tolerance)
     return torch.copysign(one, side)
 
 
 def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
-    """`sphere.references` as columns, one, and what counts as zero along the first reference.
+    """`sphere.references` as columns, the number one, and the tolerance for a zero product.
 
-    They are remembered where they are numbers.
+    They are cached unless the call is traced.
     """
     if plain(rows):
         return _known_references(rows.shape[-1], rows.dtype, rows.device)
@@ -348,13 +349,13 @@ def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
 def _known_references(
     n: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, float]:
-    with torch.inference_mode(False):  # or they would be of no use in a later training step
+    with torch.inference_mode(False):  # autograd refuses inference tensors
         both = torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
         return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
 
 
 def _is_small(A: Tensor) -> bool:
-    """Whether `A` is a plain batch of square matrices for which calls are all that costs time."""
+    """Whether `A` is a plain batch of small square matrices, for which calls take most time."""
     return (
         plain(A)
         and A.dim() >= 2
@@ -371,8 +372,8 @@ def _is_small(A: Tensor) -> bool:
 def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
     """The forward pass of the default call, without the objects in between.
 
-    It does what `Adaptive` does for one vector, in the order in which it does it, and leaves the
-    same for the common backward pass. Returns the vectors and the values; None where the common
+    It takes the same steps as `Adaptive` for one vector, and keeps the same results for the common
+    backward pass. Returns the vectors and the values; None where the common
     forward pass is needed: for a Krylov space, and for entries out of range or not finite.
     """
     if _ADAPTIVE.takes_krylov(A.numel(), A.shape[-1], 1):
@@ -397,7 +398,7 @@ def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
             y, value = vectors.select(-1, -1), values.select(-1, -1).clone()
             kept = Decomposition(vectors.mT, values)
         y = y * _default_signs(y).unsqueeze(-1)
-        # There is no report: what it would have is never looked at.
+        # There is no report, so that the fields of a report are placeholders.
         outcome = Outcome(y, value, value, _unknown(A.dtype), value, value, kept)
         if not recorded:
             return y, value
@@ -440,9 +441,9 @@ def ied(
         descending: order of the eigenvalues if there are several.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
-        reference: `(*, n)` or `(*, n, k)`, what each eigenvector is turned towards; all
-            ones unless given.
-        init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
+            all ones unless given.
+            init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.
 

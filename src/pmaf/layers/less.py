@@ -100,7 +100,7 @@ class SphereLeastSquares(Problem):
         return torch.linalg.lstsq(A, b.unsqueeze(-1)).solution.squeeze(-1)
 
     def scale(self) -> Tensor:
-        """`‖A‖² + ‖Aᵀb‖/radius`, what residuals are measured against."""
+        """`‖A‖² + ‖Aᵀb‖/radius`, which residuals are relative to."""
         size = self.matrix.square().sum((-2, -1)) + norm(rmatvec(self.matrix, self.b)) / self.radius
         return torch.where(size == 0, torch.ones_like(size), size)
 
@@ -141,8 +141,8 @@ class SphereLeastSquares(Problem):
     def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         problem, init, _ = super().reduced(init)
         A, b, exponents = problem.A, problem.b, None
-        # On the sphere of radius ρ, u = ρw with w the solution of (A, b/ρ) on the unit
-        # sphere: same multiplier, same gap. So only the unit sphere is ever solved.
+        # On the sphere of radius ρ, u = ρw with w the solution for (A, b/ρ) on the unit sphere;
+        # multiplier and gap are the same. So solvers work on the unit sphere only.
         if isinstance(A, Operator):
             b = b.expand(*self.batch_shape, -1)
             b = b if self.radius == 1 else b / self.radius
@@ -157,7 +157,8 @@ class SphereLeastSquares(Problem):
                     gap=times_power(outcome.gap, exponents),
                 )
             found = as_solution(outcome)
-            # A new tensor: what an operator's backward pass keeps must not be written to.
+            # A user may write into this new tensor, but not into the one kept for the backward
+            # pass.
             if self.radius != 1 or isinstance(A, Operator):
                 found = replace(found, value=self.radius * found.value)
             return in_dtype(self.dtype, found)
@@ -168,8 +169,8 @@ class SphereLeastSquares(Problem):
 def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """`A` and `b/radius` divided by powers of two, and the exponents `(*,)` of multipliers.
 
-    None instead of exponents, and nothing but the division by the radius, if everything is in
-    range already.
+    If everything is in range already, only `b` is divided by the radius, and the exponents are
+    None.
     """
     low, high = square_range(A.dtype)
     quotient = b if radius == 1 else b / radius
@@ -188,12 +189,12 @@ def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tenso
     unit = _exponent(A.detach().abs().amax((-2, -1)))
     mantissa, power = math.frexp(radius)
     length = _exponent(b.detach().abs().amax(-1)) - power
-    # Far above A, the length of b has no effect on the solution, and the multiplier is
-    # proportional to it: so it may be shortened to what can be squared.
+    # If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional
+    # to it. So b is divided until its squares do not overflow.
     excess = (length - unit - _span(A.dtype)).clamp_min(0)
     if not eager:
-        # A trace cannot ask whether anything is out of range. Its units for A must come from A
-        # alone, since many problems may share it.
+        # A trace cannot branch on whether anything is out of range. The units for A must come from
+        # A alone, since many problems may share it.
         unit = torch.where((sizes > low) & (sizes < high), 0, unit)
         excess = torch.where(quotient.detach().abs().amax(-1) < high, 0, excess)
     return (
@@ -204,12 +205,12 @@ def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tenso
 
 
 def _exponent(size: Tensor) -> Tensor:
-    """Of the power of two below each size; zero for zero."""
+    """The exponent of the power of two below each size; zero for zero."""
     return power_of_two(size).log2()
 
 
 def _span(dtype: torch.dtype) -> float:
-    """How many powers of two `b` may be above `A`: beyond, `AᵀA` is lost in the multiplier."""
+    """The largest `log₂(‖b‖/‖A‖)` at which `AᵀA` is not yet lost in rounding of the multiplier."""
     return -1.25 * math.log2(torch.finfo(dtype).eps)
 
 

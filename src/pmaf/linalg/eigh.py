@@ -1,7 +1,7 @@
 """Eigendecompositions of symmetric matrices, tiny ones all at once.
 
-`torch.linalg.eigh` takes the matrices of a batch one after the other. Two by two and three by
-three there are closed forms, which some dozens of calls evaluate for all of them.
+`torch.linalg.eigh` decomposes the matrices of a batch one after the other. For 2×2 and 3×3 matrices
+there are closed forms, which a few dozen calls evaluate for a whole batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pmaf.runtime.log import took
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.eigh`, or a closed form where that is faster and as good."""
+    """`torch.linalg.eigh`, or a closed form where that is faster and as accurate."""
     n = A.shape[-1]
     if n == 2 and A.numel() >= _TWO_FROM:
         took("eigh: closed form, 2×2")
@@ -28,8 +28,7 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.eigh(A)
 
 
-# Entries of all matrices together from which some dozens of calls take less time than one for
-# each matrix.
+# The least number of entries of all matrices together for which the closed forms are faster.
 _TWO_FROM, _THREE_FROM = 256, 8_000
 
 
@@ -43,7 +42,7 @@ def _eigh_two(A: Tensor) -> tuple[Tensor, Tensor]:
 def _two(
     first: Tensor, beside: Tensor, last: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Both eigenvalues, and the upper one's vector."""
+    """Both eigenvalues, and the eigenvector of the larger one."""
     first, last = 0.5 * first, 0.5 * last
     middle, half = first + last, first - last
     radius, angle = torch.hypot(half, beside), 0.5 * torch.atan2(beside, half)
@@ -51,10 +50,10 @@ def _two(
 
 
 def _eigh_three(A: Tensor) -> tuple[Tensor, Tensor]:
-    """In closed form with twice the digits that are asked for.
+    """The closed form, for matrices that were converted from float32 to float64.
 
-    The roots of the characteristic polynomial tell which eigenvalue stands apart. Its vector
-    is a cross product of two rows of `A − λI`, and the rest is two by two.
+    The roots of the characteristic polynomial show which eigenvalue is farther from the others. Its
+    vector is a cross product of two rows of `A − λI`; a 2×2 matrix gives the others.
     """
     mean = A.diagonal(dim1=-2, dim2=-1).mean(-1)
     shifted = A.clone()
@@ -74,7 +73,7 @@ def _eigh_three(A: Tensor) -> tuple[Tensor, Tensor]:
     length = lengths.gather(-1, longest)
     w = normals.gather(-2, longest.unsqueeze(-1).expand(*longest.shape, 3)).squeeze(-2)
     # The length is not zero: both other roots are at least √3 away in these units. For a multiple
-    # of the identity all three are zero, and −λI is left, whose rows are orthogonal.
+    # of the identity the shifted matrix is −√3·I, whose rows are orthogonal.
     w = w / length
     a, b, c = w.unbind(-1)
     zero = torch.zeros_like(a)

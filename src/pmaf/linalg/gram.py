@@ -16,8 +16,8 @@ class Spectrum(NamedTuple):
     """Eigenvectors and eigenvalues of `AᵀA`, measured upwards from the smallest.
 
     Writing the eigenvalues as `floor + spread` keeps the digits of the small
-    differences that decide nearly degenerate problems. When `A` is wide the basis
-    spans its row space only, and the eigenvalue of all the rest is the floor, zero.
+    differences that decide nearly degenerate problems. When `A` is wide the basis spans its row
+    space only, and all other directions have the eigenvalue `floor = 0`.
     """
 
     basis: Tensor  # (*, p, n) with p = min(m, n); one orthonormal eigenvector a row
@@ -47,9 +47,9 @@ def small_gram(A: Tensor) -> Tensor:
 
 
 def lower_gram(A: Tensor) -> Tensor:
-    """`AᵀA`, of which only the lower triangle counts: what `cholesky` and `eigh` read.
+    """The lower triangle of `AᵀA`, which `cholesky` and `eigh` read; the rest is arbitrary.
 
-    A large one is made of four block rows, which leaves out three eighths of the work.
+    A large one is computed in four block rows, which saves three eighths of the work.
     """
     n = A.shape[-1]
     if n < _BLOCKED:
@@ -62,12 +62,12 @@ def lower_gram(A: Tensor) -> Tensor:
     return gram
 
 
-# Below this a product for each block row costs more than it saves.
+# Below this size one product is faster than one for each block row.
 _BLOCKED = 256
 
 
 def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
-    """From the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
+    """The spectrum from the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
     m, n = A.shape[-2:]
     squares, vectors = torch.linalg.eigh(small_gram(A) if gram is None else gram)
     tolerance = merge_tolerance(A.dtype)
@@ -77,14 +77,14 @@ def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
         return Spectrum(vectors.mT, merged(spread, squares[..., -1:], tolerance), floor, False)
     spread = merged(squares, squares[..., -1:], tolerance)
     lengths = torch.where(spread > 0, spread, torch.ones_like(spread)).sqrt()
-    # Null directions of AAᵀ have no partner in the row space: theirs are zero vectors,
-    # which leaves them to the complement.
+    # Null vectors of AAᵀ have no counterpart in the row space: their rows of the basis are zero, so
+    # that the complement is not reduced.
     basis = (vectors * ((spread > 0) / lengths).unsqueeze(-2)).mT @ A
     return Spectrum(basis, spread, squares.new_zeros(squares.shape[:-1]), False)
 
 
 def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
-    """From the singular values of `A` itself: slower, and loses nothing to `AᵀA`.
+    """The spectrum from the singular values of `A`: slower, without the rounding of `AᵀA`.
 
     Returns the left singular vectors `(*, m, p)` and the singular values `(*, p)`, in
     the order of the spectrum, as well.
@@ -105,14 +105,14 @@ def singular_spectrum(A: Tensor) -> tuple[Spectrum, Tensor, Tensor]:
 def promoted(dtype: torch.dtype, p: int, device: torch.device) -> bool:
     """Whether `AᵀA` or `AAᵀ` of order `p` is better formed and decomposed in float64.
 
-    Squaring costs no digits then, so nothing needs to be refined or done again: for small
-    matrices that is worth more than the shorter words.
+    The square then keeps all digits of `A`, so that no refinement is needed. For small matrices
+    this saves more time than float32 does.
     """
     return dtype == torch.float32 and p <= 32 and device.type != "mps"
 
 
 def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Tensor]:
-    """What `singular_spectrum` gives for a float32 matrix, from its copy in float64.
+    """The result of `singular_spectrum` for a float32 matrix, from its copy in float64.
 
     Returns the coefficients of `Aᵀb` in the basis as well.
     """

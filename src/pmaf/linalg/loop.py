@@ -1,9 +1,8 @@
 """The one loop behind every iterative method.
 
-A method says how to take a step and when an entry is done. The loop does the rest:
-each batch entry runs until *its own* rule stops it and is then left alone, exactly
-as if it had been solved by itself; steps are counted per entry; an entry that turns
-non-finite keeps its last finite state and is reported as not finished.
+A method defines a step and a stopping rule. Each batch entry runs until *its own* rule stops it and
+does not change after that, exactly as if it had been solved by itself. Steps are counted per entry.
+An entry that becomes non-finite keeps its last finite state and counts as not finished.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class Run(NamedTuple, Generic[State]):
-    """Where the loop left every entry."""
+    """The final state of every entry."""
 
     state: State
     iterations: Tensor  # (*,) int64, the steps each entry took
@@ -38,8 +37,8 @@ def iterate(
     `step` maps a state, a named tuple of tensors of shape `(*, …)`, to the next one
     and a mask `(*,)` of the entries that need no further step.
 
-    `straight` is the same step for a method that never stops early, without the care that
-    entries in trouble take: it runs first, and what it finds counts if all of it is finite.
+    `straight` is the same step for a method that never stops early, without the checks for
+    non-finite entries. It runs first, and its result is returned if all of it is finite.
     """
     if straight is not None:
         run = state

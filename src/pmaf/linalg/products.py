@@ -1,7 +1,7 @@
 """Batched products that broadcast without copying what is shared.
 
-An unbatched matrix beside many vectors is one matrix product, not a batch of
-matrix-vector products: every helper here keeps that case fast.
+For an unbatched matrix and many vectors every helper here takes one matrix product, not a batch of
+matrix-vector products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def matvec(A: Tensor, x: Tensor) -> Tensor:
     """`A x` for `A` of shape `(*, m, n)` and `x` of shape `(*, n)`."""
     if A.dim() == 2:
         return x @ A.mT
-    # A row times a matrix: on the CPU several times faster than a matrix times a column.
+    # On the CPU a row times a matrix is several times faster than a matrix times a column.
     return (x.unsqueeze(-2) @ A.mT).squeeze(-2)
 
 
@@ -34,22 +34,22 @@ def norm(x: Tensor) -> Tensor:
 
 
 def long_norm(x: Tensor) -> Tensor:
-    """The same, by sums: of a million numbers torch's norm keeps five digits in float32.
+    """Euclidean norm by `sum`, because torch's norm of a million float32 numbers has five digits.
 
-    For rows of a few dozen numbers on the CPU it is several times faster as well.
+    On the CPU it is also several times faster for rows of a few dozen numbers.
     """
     return (x * x).sum(-1).sqrt()
 
 
 def one_if_zero(x: Tensor) -> Tensor:
-    """`x`, and one where it is zero: a divisor for quotients that do not matter there."""
+    """`x`, or one where it is zero: a divisor for quotients that are not used there."""
     return torch.where(x == 0, 1, x)
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """Inner products of rows, `(B, p, n)` and `(B, q, n)` to `(B, p, q)`.
 
-    Long ones in blocks: summed from end to end, a million products in float32 lose a digit.
+    Long rows are summed in blocks, because one sum of a million float32 products loses a digit.
     """
     n = x.shape[-1]
     if n < _LONG:
@@ -67,7 +67,7 @@ _LONG, _BLOCK = 1 << 16, 1 << 12
 
 
 def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
-    """`torch.broadcast_shapes`, which takes longer than a small product, where shapes differ."""
+    """The common shape; `torch.broadcast_shapes`, which is slow, runs only if shapes differ."""
     if all(other == first for other in others):
         return first
     return torch.broadcast_shapes(first, *others)
@@ -76,8 +76,7 @@ def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
 def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     """`Σ left rightᵀ`, summed over whatever batch dimensions `shape` does not have.
 
-    One product whatever the number of terms, so that a rank-two gradient is
-    written to memory once.
+    All terms are one product, so that a rank-two gradient is written to memory once.
     """
     m, n = shape[-2:]
     batch = broadcast(*(x.shape[:-1] for x in (*lefts, *rights)))
@@ -101,8 +100,8 @@ def frobenius(A: Tensor) -> Tensor:
 def symmetric_part(A: Tensor) -> Tensor:
     """`½(A + Aᵀ)`, exactly `A` if that is symmetric.
 
-    A sum, and not an interpolation from one to the other: that would take a difference first,
-    in which entries of opposite signs lose their digits, or overflow.
+    This is a sum and not an interpolation, whose difference would lose digits or overflow for
+    entries of opposite signs.
     """
     return 0.5 * (A + A.mT)
 
@@ -110,7 +109,7 @@ def symmetric_part(A: Tensor) -> Tensor:
 def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:
     """`(LLᵀ)⁻¹` times rows `(*, p, n)`, for a lower triangular `L` of shape `(*, n, n)`.
 
-    Two triangular solves: `torch.cholesky_solve` copies its factor first.
+    It takes two triangular solves, because `torch.cholesky_solve` copies its factor first.
     """
     half = torch.linalg.solve_triangular(factor, rows.mT, upper=False)
     return torch.linalg.solve_triangular(factor.mT, half, upper=True).mT

@@ -1,4 +1,4 @@
-"""How much of a number is rounding, and units in which nothing leaves the range of a dtype."""
+"""Sizes of rounding errors, and units in which nothing leaves the range of a dtype."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from pmaf import errors
 
-# Every comparison with rounding is with one of these multiples of eps.
-ROUNDED = 4.0  # a product or a linear solve, relative to the sizes of what goes in
+# Every comparison with a rounding error uses one of these multiples of eps.
+ROUNDED = 4.0  # a product or a linear solve, relative to the sizes of its operands
 DECOMPOSED = 6.0  # the residual of an eigenvector from LAPACK, relative to the largest modulus
 NOISE = 8.0  # a coefficient of a vector in an eigenbasis, relative to the vector
-EQUAL = 8.0  # two computed eigenvalues that are one, relative to the largest
-STILL, STILL_BLOCK = 8.0, 32.0  # entries of a unit vector, or of several, from step to step
+EQUAL = 8.0  # two computed eigenvalues that count as one, relative to the largest
+STILL, STILL_BLOCK = 8.0, 32.0  # change of the entries of one unit vector, or of several, in a step
 SEARCHED = 16.0  # the residual of a search by products, whose images are sums of images
-SETTLED = 64.0  # what is left where an iteration contracts no further
-TIED = 64.0  # two moduli of a general matrix that are one: those of its pairs are sums of squares
+SETTLED = 64.0  # the residual where an iteration contracts no further
+TIED = 64.0  # two moduli that count as one: those of complex pairs are sums of squares
 LOPSIDED = 256.0  # ⟨Ax, y⟩ against ⟨x, Ay⟩ of a symmetric matrix, for one pair of vectors
 LOOSE = 1e3  # a residual that counts as solved, or a difference of which some digits are known
 
@@ -38,12 +38,12 @@ def rank_tolerance(dtype: torch.dtype) -> float:
 
 
 def given_or(given: float | None, roundings: float, dtype: torch.dtype) -> float:
-    """A tolerance that a user has given, or one of so many roundings."""
+    """The tolerance that the user has given, or `roundings·eps`."""
     return roundings * torch.finfo(dtype).eps if given is None else given
 
 
 def merged(rise: Tensor, top: Tensor, tolerance: float) -> Tensor:
-    """Zero whatever rises above the smallest by no more than rounding."""
+    """`rise`, with zero for entries that are at most `tolerance·|top|`."""
     return torch.where(rise > tolerance * top.abs(), rise, torch.zeros_like(rise))
 
 
@@ -82,7 +82,7 @@ def require_range(A: Tensor) -> None:
 
 
 def blame_range(A: Tensor) -> None:
-    """Raise what explains a result that is not finite, if `A` does."""
+    """Raise an error that explains a non-finite result, if the entries of `A` cause it."""
     errors.require_finite(A=(A, 2))
     unit = power_of_two(A.detach().abs().amax((-2, -1)))
     if (unit != 1).any():

@@ -1,7 +1,7 @@
 """The secular equation of a quadratic function on the unit sphere.
 
-In the eigenbasis of `M` the minimum of `½uᵀMu − gᵀu` on the sphere is known from one equation in
-one unknown, the distance `t = μ + λ_min` of the multiplier from its lower bound:
+In the eigenbasis of `M` the minimum of `½uᵀMu − gᵀu` on the sphere follows from one equation in one
+unknown, the distance `t = μ + λ_min` of the multiplier from its lower bound:
 
     ‖u(t)‖ = 1,   uᵢ(t) = cᵢ/(spreadᵢ + t),   c = Vᵀg,   t ≥ 0.
 
@@ -23,12 +23,12 @@ def secular_root(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The root of the secular equation for `Aᵀb` with coefficients `c` known up to `noise`.
 
-    Returns `u`, `t`, the steps taken, whether they sufficed, and whether a coefficient
-    was taken for zero that is not.
+    Returns `u`, `t`, the steps taken, whether they sufficed, and whether a nonzero coefficient was
+    taken for zero.
     """
     basis, spread = spectrum.basis, spectrum.spread
     lowest = spread == 0
-    pull = norm(c * lowest)  # of b towards the smallest eigenspace
+    pull = norm(c * lowest)  # norm of the coefficients in the smallest eigenspace
     tied = pull <= noise
     hard = torch.zeros_like(tied)
     partial = slack = c
@@ -70,10 +70,10 @@ def secular_root(
 
 
 def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> Tensor:
-    """A unit vector of the smallest eigenspace, the same whatever basis describes it.
+    """A unit vector of the smallest eigenspace that does not depend on the basis.
 
-    It is the projection of a reference onto that space: `init` where it has a say,
-    else all ones, else a direction without structure.
+    It is the projection of a reference onto that space: of `init` if that is not zero, else of all
+    ones, else of a direction without structure.
     """
     basis, lowest = spectrum.basis, spectrum.spread == 0
     tolerance = torch.finfo(like.dtype).eps ** 0.5

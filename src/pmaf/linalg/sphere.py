@@ -1,4 +1,4 @@
-"""The geometry that every method here shares: the unit sphere and its tangent spaces."""
+"""The unit sphere and its tangent spaces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def project(u: Tensor) -> Tensor:
 def settle(u: Tensor) -> Tensor:
     """`project`, with the division in float64 and one rounding at the end.
 
-    At a minimum on the sphere the objective is flat along it and steep across it, so
-    the rounding of the length is the one that shows.
+    At a minimum the objective is stationary along the sphere but not across it, so it is rounding
+    of the length of `u` that changes the objective most.
     """
     if u.device.type == "mps":  # has no float64
         return project(u)
@@ -39,7 +39,7 @@ def references(like: Tensor) -> tuple[Tensor, Tensor]:
     """Two fixed directions of the size of `like`, to break ties reproducibly.
 
     All ones is the paper's choice. Structured vectors such as `(1, −1, 0, …)` are
-    orthogonal to it, so there is a second one with no structure.
+    orthogonal to it, so the second direction has no structure.
     """
     n = like.shape[-1]
     index = torch.arange(n, dtype=like.dtype, device=like.device)

@@ -1,7 +1,7 @@
-"""Products of row vectors with batches of matrices, in as few passes over memory as they take.
+"""Products of row vectors with batches of matrices, in as few passes over memory as possible.
 
-A row times a matrix is one streaming pass; forming a transpose, or a symmetric part, costs
-as much as many of them. Rows are `(B, p, n)` here, matrices `(B, n, n)`.
+A row times a matrix is one pass over memory; forming a transpose, or a symmetric part, takes as
+long as many such products. Rows are `(B, p, n)` here, matrices `(B, n, n)`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FORM_TO = 256
 class SymmetricPart:
     """Products of rows with `½(A + Aᵀ)`.
 
-    A large matrix that one product from each side shows to be symmetric, to rounding, is
-    used as it is; `exact` takes both sides nevertheless, so that a final check is not
-    fooled by what the first glance missed.
+    If one product from each side shows that a large matrix `A` is symmetric up to rounding, `A`
+    itself is used. `exact` averages both sides nevertheless, so that a final check detects an
+    asymmetry that this test missed.
     """
 
     def __init__(self, A: Tensor, known: Tensor | None = None) -> None:
@@ -30,7 +30,7 @@ class SymmetricPart:
         if known is not None:
             self.matrix, self.one_sided = known, False
             return
-        # The symmetric part of the transpose is the same.
+        # A and its transpose have the same symmetric part.
         A = A if A.is_contiguous() else A.mT.contiguous()
         self.one_sided = False
         if n <= FORM_TO:
@@ -44,7 +44,7 @@ class SymmetricPart:
             self.one_sided = True
             return
         self.matrix = torch.empty_like(A)
-        for symmetric, given in zip(self.matrix, A):  # one by one, transposes go in blocks
+        for symmetric, given in zip(self.matrix, A):  # torch transposes single matrices in blocks
             symmetric.copy_(given.T).add_(given).mul_(0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ class SymmetricPart:
 def right_product(A: Tensor, x: Tensor) -> Tensor:
     """`A xᵀ` for rows `(B, p, n)`, as rows."""
     image = torch.bmm(A, x.mT)
-    # The strides of a row decide how the next product reads it, a factor of ten at worst.
+    # The strides of the rows change the speed of the next product by up to a factor of ten.
     return image.view(x.shape) if x.shape[-2] == 1 else image.mT.contiguous()
 
 
 @functools.lru_cache(maxsize=64)
 def fixed_rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Two directions `(2, n)` without structure, the same for every call."""
-    # Inference tensors could not be used in a later training step.
+    """Two pseudorandom directions `(2, n)`, the same for every call."""
+    # Autograd refuses inference tensors, and these are cached for later training steps.
     with torch.inference_mode(False):
         return fixed_normal(2, n).to(device, dtype)
 

@@ -1,4 +1,4 @@
-"""What `A` may be besides a dense tensor: matrices that are known by their products."""
+"""Operators, matrices that are known by their products, for use in place of a dense `A`."""
 
 from pmaf.operators.base import Operator, as_operator, multiply, multiply_rows
 from pmaf.operators.combined import Scaled, Sum

@@ -16,13 +16,13 @@ from pmaf.runtime.ranks import cuts_matrices, whole
 class Operator(ABC):
     """A matrix `(*, m, n)` that is known by its products.
 
-    Vectors are rows throughout: `(*, p, n)` stands for p of them. A subclass says what it is
-    made of (`tensors`), how to make the same of other tensors (`with_tensors`), and how to
-    multiply. Gradients of the products come by autograd then; where there is a shorter way,
-    override `pullback`. Tensors spread over ranks as DTensors meet rows that are DTensors,
-    so that a product written for one machine is right on many.
+    Vectors are rows throughout: `(*, p, n)` stands for p of them. A subclass defines its tensors
+    (`tensors`), the same operator with other tensors (`with_tensors`), and its products. Autograd
+    then gives gradients of the products; where there is a faster way, override `pullback`. If the
+    tensors are DTensors, so are the rows, so that a product written for one machine is right on
+    many.
 
-    Operators add up, and are multiplied by numbers: `damping * P + teleport`.
+    Operators can be added, and multiplied by numbers: `damping * P + teleport`.
     """
 
     symmetric: bool = False  # whether it is so by construction
@@ -35,11 +35,11 @@ class Operator(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it is made of, and gradients reach."""
+        """The tensors of the operator, which receive gradients."""
 
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> Operator:
-        """The same made of other tensors, in the order of `tensors`."""
+        """The same operator with other tensors, in the order of `tensors`."""
 
     @abstractmethod
     def matvec(self, rows: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class Operator(ABC):
         return [next(found) if need else None for need in needs]
 
     def claims(self) -> Iterator[Operator]:
-        """The operators in it whose products with the transpose have to be taken on trust.
+        """The operators in it whose products with the transpose have to be checked.
 
-        Those of a class from elsewhere that has its own `rmatvec`, or says that it is symmetric.
+        Their class is not part of pmaf, and has its own `rmatvec` or sets `symmetric`.
         """
         kind = type(self)
         ours = all(f.__module__.startswith("pmaf.") for f in (kind.matvec, kind.rmatvec))
@@ -82,10 +82,10 @@ class Operator(ABC):
             yield self
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
-        """The same over a power of two, so that its products with `rows` are about one.
+        """The operator over a power of two, so that its products with `rows` are about one.
 
-        Returns it and the exponents, `(*,)`. What squares its tensors brings those into range
-        before it does: a product that has left the range cannot be brought back.
+        Returns it and the exponents, `(*,)`. An operator that squares its tensors, such as `Gram`,
+        scales these first, because a product that has overflowed cannot be scaled back.
         """
         from pmaf.operators.combined import TimesPowers
 
@@ -102,7 +102,7 @@ class Operator(ABC):
         return self._one_by_one(self.rmatvec, u)
 
     def _one_by_one(self, product: Callable[[Tensor], Tensor], u: Tensor) -> Tensor:
-        # One matrix for a whole batch of vectors takes them as its rows.
+        # A matrix without a batch takes a batch of vectors as its rows.
         if not self.batch_shape:
             rows = product(u.reshape(-1, u.shape[-1]))
             return rows.reshape(*u.shape[:-1], rows.shape[-1])
@@ -166,7 +166,7 @@ def multiply_rows(A: Tensor | Operator, rows: Tensor) -> Tensor:
 
 
 def number(name: str, x: Any) -> float:
-    """A number; a tensor with a gradient would lose it without a word."""
+    """`x` as a float; an error for a tensor that requires a gradient, which would be lost."""
     if isinstance(x, Tensor) and x.requires_grad:
         raise TypeError(
             f"{name} is a number here, and a tensor that requires a gradient would get none; "
@@ -178,14 +178,14 @@ def number(name: str, x: Any) -> float:
 
 
 def known_by_products(A: Any) -> bool:
-    """Whether `A` is worked with by its products: operators, sparse and cut up matrices."""
+    """Whether solvers use products with `A` alone: operators, sparse and sharded matrices."""
     if isinstance(A, Tensor):
         return A.layout in (torch.sparse_csr, torch.sparse_coo) or cuts_matrices(A)
     return isinstance(A, Operator)
 
 
 def as_operator(A: Any) -> Operator:
-    """An operator as it is; a tensor, dense or sparse, as one."""
+    """`A` itself if it is an operator; a dense or sparse tensor as an operator."""
     from pmaf.operators.matrix import Matrix
     from pmaf.operators.sparse import Sparse
 

@@ -14,7 +14,7 @@ from pmaf.operators.base import Operator
 class LowRank(Operator):
     """`LᵀR` for rows `L` of shape `(*, r, m)` and `R` of shape `(*, r, n)`.
 
-    The teleport of PageRank, the mean of data that is centred, a vector to deflate.
+    Examples are the teleport of PageRank, the mean of centred data, and a vector to deflate.
 
     >>> import torch
     >>> from pmaf.operators import LowRank

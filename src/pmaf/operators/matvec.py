@@ -1,4 +1,4 @@
-"""Any function that multiplies."""
+"""Operators from functions that multiply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FromMatvec(Operator):
         rmatvec: the same for the transpose. Unless given, the transpose comes from autograd,
             one vector–Jacobian product of `matvec` in `u`.
         dtype: of the vectors; that of the first of `params` with one, or torch's default.
-        device: where they live; that of the same, or the CPU.
+        device: of the vectors; that of the same tensor, or the CPU.
 
     >>> import torch, pmaf
     >>> weights = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
@@ -71,14 +71,14 @@ class FromMatvec(Operator):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FromMatvec:
         same = all(x.dtype == y.dtype for x, y in zip(tensors, self.params))
-        # What was given holds, until the params become something else.
+        # The dtype that the user gave is kept, unless the params change theirs.
         dtype = self._dtype if same else None
         return FromMatvec(
             self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
         )
 
     def claims(self) -> Iterator[Operator]:
-        # What autograd makes of matvec is its transpose.
+        # A transpose that autograd derives from matvec needs no check.
         if self._rmatvec is not None:
             yield self
 
@@ -119,8 +119,8 @@ class FromMatvec(Operator):
         width: int,
     ) -> Tensor:
         image = function(u, *params)
-        # A DTensor takes part in products with DTensors; anything else that is no tensor, or one
-        # of other numbers, would be an error somewhere in the search that names nothing.
+        # Without these checks a wrong result would cause an error in the search that does not name
+        # the function. DTensors are tensors, too.
         if not isinstance(image, Tensor):
             raise TypeError(
                 f"{name} returned {'None' if image is None else type(image).__name__} for u of "

@@ -22,20 +22,20 @@ from pmaf.runtime import ranks
 class Rows:
     """Products with rows `(B, p, n)`, as plain tensors that every rank has.
 
-    The only place that knows how a batch is laid out and whether the operator is spread over
-    ranks: what happens between two products is the same everywhere.
+    Only this class depends on the layout of a batch and on whether the operator is spread over
+    ranks; the code between two products does not.
     """
 
     def __init__(self, A: Operator, batch: torch.Size) -> None:
         self.A, self.entries = A, batch.numel()
         self.mesh = ranks.mesh_of(*A.tensors)
-        # What a search has seen of the matrix, for the backward pass.
+        # Results of a search for the backward pass: ‖A‖, and whether the solution is unique.
         self.scale = torch.zeros(self.entries, device=A.device)
         self.unique = torch.ones(self.entries, dtype=torch.bool, device=A.device)
-        # Eigenvalues of the operator in the units of the search, and the exponents of these.
+        # Eigenvalues of the operator in the units of the search, and the exponents of these units.
         self.values: Tensor | None = None
         self.exponents: Tensor | None = None
-        # What the backward pass of LESS solves with where products do not do.
+        # The `Entries` with which LESS solves its backward pass where products do not suffice.
         self.by_entries: Any = None
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class Rows:
         return ranks.replicate(rows, self.mesh)
 
     def look(self, product: Callable[[Tensor], Tensor], multipliers: Tensor) -> None:
-        """Estimate the size of the matrix of these products, for a solver that does not say it.
+        """Estimate the size of the matrix of these products, for a solver that does not report it.
 
-        By three products with a vector without structure, and by the multipliers.
+        The estimate comes from three products with a pseudorandom vector and the multipliers.
         """
         n = self.A.shape[-1]
         row = fixed_rows(n, self.A.dtype, self.A.device)[:1].expand(self.entries, 1, n)
@@ -90,8 +90,8 @@ class Rows:
         self.scale = torch.maximum(long_norm(row).squeeze(-1), self.values.abs().amax(-1))
 
     def lift(self, rows: Tensor) -> Tensor:
-        """As the operator takes them."""
-        # One matrix for a whole batch of problems has a row for each.
+        """Rows in the shape that the operator takes."""
+        # A matrix that all problems of a batch share takes one row for each problem.
         rows = rows.reshape(*self.A.batch_shape, -1, rows.shape[-1])
         return ranks.replicate(rows, self.mesh)
 
@@ -103,7 +103,7 @@ class Rows:
 
     @cached_property
     def of_symmetric_part(self) -> Callable[[Tensor], Tensor]:
-        """Products with `½(A + Aᵀ)`, one-sided where that is the same."""
+        """Products with `½(A + Aᵀ)`, or with `A` where that is symmetric."""
         return self if self.A.symmetric or not self._is_lopsided() else self.symmetric_part
 
     def _is_lopsided(self) -> bool:
@@ -118,13 +118,13 @@ class Rows:
         return not self.agreed((difference <= rounding * size) | ~torch.isfinite(difference))
 
     def change_units(self, rows: Tensor) -> None:
-        """Work with the operator over powers of two that bring its products into range."""
+        """Divide the operator by powers of two that bring its products into range."""
         self.A, exponents = self.A.in_units(self.lift(rows))
         self.exponents = exponents.expand(self.A.batch_shape).reshape(self.entries)
         self.__dict__.pop("of_symmetric_part", None)
 
     def back(self, x: Tensor) -> Tensor:
-        """Numbers `(B, *)` in the units that the operator was given in, as far as they go."""
+        """Convert numbers `(B, *)` from the units of the search to those of the given operator."""
         if self.exponents is None:
             return x
         half = (self.exponents / 2).floor()
@@ -133,18 +133,18 @@ class Rows:
         return x
 
     def require_transposes(self, tolerance: float) -> None:
-        """`⟨Ax, y⟩` and `⟨x, Aᵀy⟩` agree where `Aᵀ` comes from whoever wrote the operator.
+        """`⟨Ax, y⟩` and `⟨x, Aᵀy⟩` agree for operators whose transpose the user defines.
 
-        One product from each side. They may differ by what half the digits hold, so that
-        functions that round more than they need are not accused, or by ten times the tolerance,
-        which says what products are worth.
+        The check takes one product with each. They may differ by `√eps`, so that functions with
+        larger rounding errors pass, or by ten times the tolerance, which is the user's bound for
+        the errors of products.
         """
         worth = max(torch.finfo(self.A.dtype).eps ** 0.5, 10 * tolerance)
         for A in self.A.claims():
             _require_transpose(A, self.mesh, worth)
 
     def unit(self, image: Tensor) -> Tensor:
-        """Powers of two `(B,)` of the size of an image; an error if there is none."""
+        """Powers of two `(B,)` of the size of an image; an error if it is not finite."""
         size = image.abs().amax((-2, -1))
         if not torch.isfinite(size).all():
             self.require_finite()
@@ -154,12 +154,12 @@ class Rows:
         return power_of_two(size)
 
     def pull_back(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of `Σ leftᵀ A right`, rows as the operator takes them, spread as it is."""
+        """Gradients of `Σ leftᵀ A right`, for lifted rows, spread like the tensors of `A`."""
         found = self.A.pullback(left, right, needs)
         return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(found, self.A.tensors)]
 
     def guarded(self, find: Callable[..., Any], *arguments: Any) -> Any:
-        """What `find` finds, or an error that says which numbers are not finite."""
+        """The outcome of `find`, or an error that names the tensor that is not finite."""
         try:
             outcome = find(self, *arguments)
         except RuntimeError as error:
@@ -183,7 +183,7 @@ class Rows:
         ) from None
 
     def require_finite(self) -> None:
-        """An error that names the tensor with numbers that are not finite."""
+        """No tensor of the operator has numbers that are not finite."""
         for i, x in enumerate(self.A.tensors):
             here = ranks.local(x)
             require_finite(**{f"tensor {i} of {self.A!r}": (here, here.dim())})
@@ -205,13 +205,13 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
     most = image.abs().amax(-1, keepdim=True)
     unit = torch.where(most > 0, most, 1)
     image = image / unit
-    # Half of y is Ax, where a wrong sign or factor shows in full; the other half has no structure.
+    # y is a sum of Ax, in which a wrong sign or factor has full effect, and a pseudorandom vector.
     y = image / one_if_zero(long_norm(image)).unsqueeze(-1) + drawn(1, m)
     pulled = of(A.rmatvec, y) / unit
     left, right = dot(image, y), dot(x, pulled)
     size = torch.maximum(long_norm(image), long_norm(pulled))
     apart = (left - right).abs() > worth * size
-    # Numbers that are not finite are named elsewhere.
+    # Other checks report numbers that are not finite.
     apart = apart & torch.isfinite(left) & torch.isfinite(right)
     if ranks.agreed(~apart, mesh):
         return

@@ -14,11 +14,10 @@ from pmaf.operators.base import Operator
 
 
 class Sparse(Operator):
-    """A sparse CSR or COO tensor `(*, m, n)`; gradients reach the stored values, no others.
+    """A sparse CSR or COO tensor `(*, m, n)`; gradients reach the stored values only.
 
-    What is passed to a layer as a sparse `A` becomes one of these by itself. In a training
-    loop over one pattern keep the operator and pass `operator.with_tensors([values])`: what
-    the pattern is sorted into is then made once.
+    Layers convert a sparse `A` to this class themselves. In a training loop over one pattern keep
+    the operator and pass `operator.with_tensors([values])`, so that the pattern is sorted once.
 
     >>> import torch, pmaf
     >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0])).to_sparse_coo()
@@ -91,7 +90,7 @@ class Sparse(Operator):
         return self._remembered("transposed", lambda: self._pattern.transposed)
 
     def _remembered(self, name: str, pattern: Callable[[], _Pattern]) -> Tensor:
-        """The values in a pattern, until they are written to."""
+        """The matrix of the values in a pattern, cached until the values are written to."""
         version = 0 if self._values.is_inference() else self._values._version
         if self._known.get(name, (None,))[0] != version:
             self._known[name] = version, pattern().matrix(self._values.detach())
@@ -115,7 +114,7 @@ class Sparse(Operator):
         return image.reshape(*rows.shape[:-1], width)
 
     def _flat(self, rows: Tensor) -> Tensor:
-        """Rows `(*, p, n)` as `(p, B·n)`, what a block-diagonal matrix takes."""
+        """Rows `(*, p, n)` as `(p, B·n)`, as a block-diagonal matrix takes them."""
         if self.batch_shape.numel() > 1:
             if rows.shape[:-2] != self.batch_shape:
                 raise ValueError(f"{self!r} does not broadcast to the batch {rows.shape[:-2]}")
@@ -124,7 +123,7 @@ class Sparse(Operator):
 
 
 class _Pattern:
-    """Where a block-diagonal matrix, one block for each batch entry, has entries."""
+    """The pattern of a block-diagonal matrix, with one block for each batch entry."""
 
     def __init__(
         self, starts: Tensor, columns: Tensor, width: int, order: Tensor | None = None
@@ -171,7 +170,7 @@ class _Pattern:
             self.columns,
             values,
             shape,
-            device=values.device,  # or the default device would take it away
+            device=values.device,  # not the default device
             check_invariants=False,
         )
 
@@ -190,10 +189,10 @@ def _narrow(starts: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor
 
 
 def _hear_out() -> None:
-    """Let torch say that CSR tensors are a beta feature, which it does once in a process.
+    """Trigger and ignore torch's warning that CSR tensors are a beta feature.
 
-    Here, while the module is imported, and unheard: whoever passes a sparse tensor knows. To
-    ignore the warning around every product would change the filters of the whole process, and
+    torch warns once in a process, so doing this at import suffices. Ignoring the warning around
+    every product would change the filters of the whole process, and
     those of other threads with them.
     """
     index, values = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, device="cpu")

@@ -1,1 +1,1 @@
-"""What surrounds a call: traces, transforms, threads, ranks, logs."""
+"""The environment of a call: traces, transforms, threads, ranks, logs."""

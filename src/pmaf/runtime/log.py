@@ -1,4 +1,4 @@
-"""Which of several ways a solve took, for whoever wants to know.
+"""Log messages that say which of several methods a solve has used.
 
 logging.basicConfig(); logging.getLogger("pmaf").setLevel(logging.DEBUG)
 """
@@ -11,6 +11,6 @@ _LOG = logging.getLogger("pmaf")
 
 
 def took(way: str) -> None:
-    """Say so at level DEBUG. Not for code that is traced: a trace cannot follow it."""
+    """Log a method at level DEBUG. Traced code must not call this."""
     if _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug(way)

@@ -1,4 +1,4 @@
-"""Telling a plain call from one that is traced, transformed or under autocast."""
+"""Tests whether a call is traced, transformed or under autocast."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 
 
 def plain(x: Tensor) -> bool:
-    """Whether nobody traces, transforms or intercepts the call, and there are numbers to see.
+    """Whether the call is not traced, transformed or intercepted, and `x` contains numbers.
 
-    Such a call needs no opaque operator around what depends on data.
+    Such a call needs no opaque operator around operations that depend on data.
     """
     return (
         not torch.compiler.is_compiling()
@@ -25,14 +25,14 @@ def plain(x: Tensor) -> bool:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, if there is any."""
+    """A context that disables autocast where it is enabled."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def require_eager(what: str, instead: str, x: Tensor) -> None:
-    """Nobody is tracing or transforming the call, and there are numbers to work with."""
+    """The call is not traced or transformed, and `x` contains numbers."""
     transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
     abstract = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
     if torch.compiler.is_compiling() or transformed or abstract:
@@ -45,7 +45,7 @@ def require_eager(what: str, instead: str, x: Tensor) -> None:
 def forward_mode(*tensors: Tensor | None) -> bool:
     """Whether one of the tensors has a tangent, or a transform around the call may give it one.
 
-    The level of `forward_ad` is shared by all threads, so that it alone says nothing of this one.
+    All threads share the level of `forward_ad`, so that the level alone is not enough.
     """
     if forward_ad._current_level < 0:
         return False

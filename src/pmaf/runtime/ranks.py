@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_spread(x: object) -> bool:
-    """Whether `x` is a DTensor. Nobody has one without the module being imported."""
+    """Whether `x` is a DTensor; none exists before its module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -26,7 +26,7 @@ def mesh_of(*tensors: Any) -> Any:
 
 
 def replicate(x: Tensor, mesh: Any) -> Tensor:
-    """A tensor that every rank has, as a DTensor; the same where there is no mesh."""
+    """A tensor that every rank has, as a DTensor; `x` itself where there is no mesh."""
     if mesh is None or is_spread(x):
         return x
     from torch.distributed.tensor import DTensor, Replicate
@@ -40,7 +40,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """The part of a tensor on this rank."""
     return x.to_local() if is_spread(x) else x  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -60,12 +60,12 @@ def cuts_matrices(A: Tensor) -> bool:
 
 
 class Parts:
-    """A batch of problems of which every rank has some, and solves its own.
+    """A batch of problems that is spread over ranks; every rank solves its own part.
 
     Args:
         batch: shape of the whole batch.
-        inputs: tensors by name, each with the number of dimensions of one entry, the ones
-            that say how the batch is spread first.
+        inputs: tensors by name, each with the number of dimensions of one entry; the first ones
+            decide how the batch is spread.
     """
 
     def __init__(self, batch: torch.Size, inputs: dict[str, tuple[Tensor | None, int]]) -> None:
@@ -91,17 +91,17 @@ class Parts:
                 raise ValueError(f"{name} is cut along dimension {cut - own}, not along its batch")
             has_it = cut is not None and -cut <= rank and x.shape[rank + cut] != 1
             here.append(Shard(rank + cut) if has_it and cut is not None else Replicate())
-            # What all ranks share gets a piece of its gradient from each.
+            # A tensor that all ranks share gets a part of its gradient from each rank.
             backward.append(here[-1] if has_it or cut is None else Partial())
         spread: Any = replicate(x, self.mesh)
         return spread.redistribute(placements=here).to_local(grad_placements=backward)
 
     def join_all(self, found: Any) -> Any:
-        """The same of every tensor of a data class."""
+        """`join` for every tensor of a data class."""
         return replace_tensors(found, self.join)
 
     def join(self, x: Tensor) -> Tensor:
-        """The results of all ranks, each with its own."""
+        """The results of all ranks as one DTensor."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         rank = len(self.batch)
@@ -122,8 +122,8 @@ def replace_tensors(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def agreed(done: Tensor, mesh: Any) -> bool:
     """Whether all entries are done, as every rank sees it.
 
-    Ranks that compute the same may still differ in a rounding, and one that stops while
-    another goes on leaves it waiting for ever. So they decide together.
+    The results of ranks may differ by rounding, and a rank that stops while another goes on leaves
+    that one waiting for ever. So all ranks decide together.
     """
     flag = done.all()
     if mesh is None:

@@ -1,7 +1,7 @@
-"""Objects that travel as text.
+"""Solvers and problems as text.
 
 A traced solve runs inside an opaque PyTorch operator, whose arguments are tensors, numbers and
-strings. Solvers and problems travel there as text: the qualified name of their class, and their
+strings. Solvers and problems are passed to it as text: the qualified name of their class, and their
 options. The text survives `torch.export`, and a fresh process can read it.
 """
 
@@ -20,7 +20,7 @@ class Named:
     """A class that can be found again by its name.
 
     A class that is defined again, as in a notebook cell that runs twice, gets a name of its
-    own, so that each instance comes back as what it was.
+    own, so that each instance is decoded to its own class.
     """
 
     _kinds: ClassVar[dict[str, type[Named]]] = {}
@@ -82,7 +82,7 @@ _KIND = "class"
 
 
 def _written(x: Any) -> Any:
-    """The same with literals only; a set of options becomes a dictionary."""
+    """`x` with literals only; a set of options becomes a dictionary."""
     if isinstance(x, Configured):
         names = type(x).__match_args__  # pyright: ignore[reportAttributeAccessIssue]
         return {_KIND: x.kind, **{name: _written(getattr(x, name)) for name in names}}
@@ -108,7 +108,7 @@ class _Number(float):
 
 @functools.lru_cache(maxsize=256)
 def decode(text: str) -> Any:
-    """The object that was written."""
+    """The object that a text describes."""
     return _read(ast.literal_eval(text))
 
 

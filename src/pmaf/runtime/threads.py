@@ -1,7 +1,8 @@
 """Running many small steps on one thread.
 
-A solve of many small matrices is some hundred short operations. Run by several threads, each of
-them ends when the last thread has had its turn on a core; on a machine with other work, such as
+A solve of many small matrices is some hundred short operations. Run by several threads, each
+operation ends when the last thread has had its turn on a
+core; on a machine with other work, such as
 data loaders, that takes a time slice of the scheduler, which is longer than the operation itself
 by orders of magnitude. One thread never waits.
 """
@@ -36,6 +37,6 @@ class OneThread:
 
 # Larger matrices are decomposed by several threads inside LAPACK.
 _ROWS, _COLUMNS = 64, 32
-# Below, no operation is shared between threads; above, each takes long enough to be shared.
-# `pmaf bench ied less` with and without another process is where these come from.
+# Below _FROM, no operation is shared between threads; above _TO, each takes long enough to be
+# shared. Both come from `pmaf bench ied less` with and without another process.
 _FROM, _TO = 1 << 10, 1 << 18

@@ -1,4 +1,4 @@
-"""Products with the matrix where they settle it, a decomposition where they do not."""
+"""Eigenvectors by products with the matrix where these suffice, else by a decomposition."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from pmaf.tangent.kept import NOTHING, Factor, Kept, Rate
 
 @dataclass(frozen=True)
 class Adaptive(Solver):
-    """Whatever finds the eigenvectors of the matrices at hand fastest, with proof.
+    """Power steps, a Krylov space or a decomposition, whichever is fastest for the matrices.
 
-    A few power steps if one eigenvalue dwarfs the rest; then, for a symmetric matrix, a
-    Krylov space and a Cholesky factorisation that proves its completeness; then `Dense()`.
-    Each attempt costs little of what comes after it, and a vector is accepted only if its
-    residual is that of a full decomposition.
+    Power steps are tried first and suffice if one eigenvalue dominates. Then, for a symmetric
+    matrix, a Krylov space is tried, with a Cholesky factorisation that proves that no larger
+    eigenvalue is missing; then `Dense()` runs. Each attempt takes little time compared with the
+    next, and a vector is accepted only if its residual is that of a full decomposition.
 
     Args:
         power_from: Entries of all matrices together, n² each, from which power steps are
             tried on symmetric ones; infinity for never.
-        power_size: The least n for them: below, an attempt in vain costs too much of a
-            decomposition.
-        general_from: The same for matrices that are not symmetric.
-        krylov_from: The same for a Krylov space.
+        power_size: The least n for power steps; below it, a failed attempt takes long compared with
+            a decomposition.
+        general_from: `power_from` for matrices that are not symmetric.
+        krylov_from: `power_from` for a Krylov space.
         krylov_size: The least n for a Krylov space.
 
-    The defaults are about where the attempts cross a decomposition in
-    `pmaf bench ied-crossover` on two cores; another machine may want others.
+    The defaults are about where the attempts become faster than a decomposition in
+    `pmaf bench ied-crossover` on two cores; other machines may need others.
     """
 
     power_from: float = 12_000
@@ -94,7 +94,7 @@ class Adaptive(Solver):
         return _DENSE.solve(problem, report=report)
 
     def power(self, A: Tensor, tolerance: float) -> Dominant | None:
-        """What power steps find, where they are worth an attempt."""
+        """The result of power steps; None where they are not tried or do not suffice."""
         work, n = A.numel(), A.shape[-1]
         tried = work >= self.power_from and n >= self.power_size
         flat = not tried and work >= _FLAT_FROM and n >= _FLAT_SIZE and _is_flat(A)
@@ -111,7 +111,7 @@ class Adaptive(Solver):
         return work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
 
     def takes_any_scale(self, problem: Eigenvectors) -> bool:
-        # Power steps on small matrices, and a decomposition, see to the range themselves.
+        # Power steps on small matrices handle every scale, and so may a decomposition.
         work, n = problem.matrix.numel(), problem.n
         if not problem.symmetric or n > FORM_TO or self.takes_krylov(work, n, problem.width):
             return False
@@ -122,22 +122,22 @@ class Adaptive(Solver):
 
 
 def rate_of_steps(found: Dominant, batch: torch.Size) -> Rate:
-    """What power steps leave for the backward pass."""
+    """The convergence rate of power steps, for the backward pass."""
     rows = found.rows
     return Rate(torch.full(batch, found.rate, dtype=rows.dtype, device=rows.device), found.matrix)
 
 
 def _is_flat(A: Tensor) -> bool:
-    """Whether most of the matrices is a constant, as where entries are counts or distances.
+    """Whether the matrices are close to constant ones, as for entries that are counts or distances.
 
-    Then power steps suffice, which two calls tell.
+    Power steps suffice for such matrices, and this test takes two calls.
     """
     mean, size = float(A.sum()) / A.numel(), float(torch.linalg.vector_norm(A))
     return mean > 0 and mean**2 * A.numel() > _FLAT * size**2
 
 
-# Entries of all matrices together, and rows of each, from which flat ones are looked for, and
-# how flat: above the share of one half by which power steps prove themselves.
+# The least number of entries of all matrices together, and of rows of each, for `_is_flat`, and the
+# share of ‖A‖² it requires, which is above the half that proves dominance in `krylov/power.py`.
 _FLAT_FROM, _FLAT_SIZE = 4_000, 12
 _FLAT = 0.6
 
@@ -145,7 +145,7 @@ _FLAT = 0.6
 def _krylov(
     problem: Eigenvectors, part: SymmetricPart, tolerance: float
 ) -> tuple[Ritz, Tensor] | None:
-    """Eigenpairs and Cholesky factors; None where most entries would have to be decomposed."""
+    """Eigenpairs and Cholesky factors; None where most batch entries need a decomposition."""
     n, k = problem.n, problem.width
     found = ritz(part, k, tolerance, _limit(n))
     if found is None:
@@ -198,9 +198,9 @@ _DENSE = Dense()
 
 
 def _limit(n: int) -> int:
-    """Dimensions after which a Krylov space is given up; more of them save some and cost others.
+    """The largest dimension of a Krylov space, a compromise between different matrices.
 
-    With 85 at n = 256 a GOE matrix is found in time, and one with a gap of 1e-4 takes
-    longest of all: `pmaf bench ied-crossover`, "krylov" beside "dense".
+    With 85 at n = 256 the space suffices for a GOE matrix, but the attempt for a matrix with a gap
+    of 1e-4 takes longest: `pmaf bench ied-crossover`, "krylov" beside "dense".
     """
     return min(n * n // 2000, 160)

@@ -1,7 +1,7 @@
-"""The default: which solver runs when, in one place.
+"""The default solver, which chooses another solver for each problem.
 
-Every threshold names the benchmark that it comes from; on another machine the crossings may lie
-elsewhere.
+The comment on each threshold names the benchmark that it was measured with; other machines may need
+other thresholds.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ class Auto(Solver):
 KRYLOV, SECULAR = Krylov(), Secular()
 _CHOLESKY, _DENSE, _ADAPTIVE = Cholesky(), Dense(), Adaptive()
 
-# Columns from which a Cholesky factor is cheaper than an eigendecomposition, and entries of all
-# Gram matrices together below which the calls around a factor cost more than it saves:
-# `pmaf bench less-crossover`.
+# The least number of columns, and of entries of all Gram matrices together, for which a Cholesky
+# factor is faster than an eigendecomposition: `pmaf bench less-crossover`.
 _FACTORED_COLUMNS, _FACTORED_ENTRIES = 12, 40_000
-# Rows below which a trace, which has to know in advance whether there will be an eigenbasis,
-# takes a decomposition: about where `pmaf bench ied-crossover` has power steps ahead of it.
+# A trace has to know in advance whether a solve returns an eigenbasis. Below this many rows it
+# takes a decomposition; above, power steps are faster in `pmaf bench ied-crossover`.
 _TRACED_ROWS = 128
 
 
 def best_minimum(problem: Any) -> Solver:
-    """For a quadratic function on the sphere."""
+    """The solver for a quadratic function on the sphere."""
     return SECULAR if problem.operator is None else KRYLOV
 
 
 def best_least_squares(problem: Any) -> Solver:
-    """For least squares on the sphere."""
+    """The solver for least squares on the sphere."""
     if problem.operator is not None:
         return KRYLOV
     A, batch = problem.matrix, problem.batch_shape
     m, n = A.shape[-2:]
-    # One eigendecomposition serves all problems that share a matrix; a factor does not.
+    # Problems that share a matrix share its eigendecomposition, but not a factor, which depends on
+    # μ.
     if not (m >= n >= _FACTORED_COLUMNS and A.shape[:-2] == batch):
         return SECULAR
-    # A trace has to serve batches of any size.
+    # A traced program may run on batches of any size, so that their size must not decide.
     few = plain(A) and batch.numel() * n * n < _FACTORED_ENTRIES
     return SECULAR if few else _CHOLESKY
 
 
 def best_eigenvectors(problem: Any) -> Solver:
-    """For eigenvectors."""
+    """The solver for eigenvectors."""
     if problem.operator is not None:
         return KRYLOV
     small = problem.symmetric and problem.n < _TRACED_ROWS

@@ -1,4 +1,4 @@
-"""What a solver is, what it is asked, and what it returns."""
+"""The base class of solvers, the forms of problems they solve, and their outcome."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept, Nothing
 
 
 class Outcome(NamedTuple):
-    """What a solver found, one row per batch entry, on the unit sphere.
+    """The result of a solver on the unit sphere, one row per batch entry.
 
-    Vectors are `(*, n)` if the problem has one, or rows `(*, k, n)` if it has several; their
-    multipliers are `(*,)` or `(*, k)`.
+    `value` is one vector `(*, n)` or k rows `(*, k, n)`; `multiplier` is `(*,)` or `(*, k)`.
     """
 
     value: Tensor
@@ -36,29 +35,29 @@ class Outcome(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything but what was kept."""
+        """All fields but `kept`."""
         return tuple(self)[:6]  # pyright: ignore[reportReturnType]
 
     @property
     def factor(self) -> Factor:
-        """What was kept, if it is a factor."""
+        """`kept`, which must be a `Factor`."""
         assert isinstance(self.kept, Factor)
         return self.kept
 
     @property
     def basis(self) -> Basis:
-        """What was kept, if it is an eigenbasis."""
+        """`kept`, which must be a `Basis`."""
         assert isinstance(self.kept, Basis)
         return self.kept
 
 
 def has_form(problem: Any, form: type) -> bool:
-    """Whether a problem is of a form, or of one that is a special case of it."""
+    """Whether the form of a problem is `form`, or a special case of `form`."""
     return form in problem.form.__mro__
 
 
 class Minimum(Protocol):
-    """The form `min ½uᵀMu − gᵀu` subject to `‖u‖ = 1`, as solvers see it."""
+    """The form `min ½uᵀMu − gᵀu` subject to `‖u‖ = 1`."""
 
     @property
     def batch_shape(self) -> torch.Size: ...
@@ -90,7 +89,7 @@ class LeastSquares(Minimum, Protocol):
 
 
 class Eigenvectors(Protocol):
-    """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; of a general `A` the dominant eigenvector."""
+    """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; for a general `A`, the dominant eigenvector."""
 
     symmetric: bool
 
@@ -121,16 +120,16 @@ class Solver(Configured):
     """A way to solve a problem. Subclasses implement `solve` and name the forms they solve."""
 
     solves: ClassVar[tuple[type, ...]] = ()  # the forms of problems that it can solve
-    unrollable: ClassVar[bool] = False  # whether autograd can follow its iterations
-    matrix_free: ClassVar[bool] = False  # whether products with the matrix are all it needs
-    always_converges: ClassVar[bool] = False  # for a symmetric matrix
+    unrollable: ClassVar[bool] = False  # whether autograd can record its iterations
+    matrix_free: ClassVar[bool] = False  # whether it needs only products with the matrix
+    always_converges: ClassVar[bool] = False  # whether it does so for every symmetric matrix
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
-        """Solve every batch entry; `report=False` leaves out what only a report needs."""
+        """Solve every batch entry; `report=False` skips quantities that only a report contains."""
         raise NotImplementedError
 
     def solve_by_products(self, problem: Any, init: Tensor | None) -> tuple[Outcome, Any]:
-        """What `solve` finds for an operator, and what was seen of it, for the backward pass."""
+        """The outcome for an operator, and the products that the backward pass uses."""
         outcome = self.solve(problem, init=init)
         seen = rows_of(problem)
         product: Any = seen
@@ -142,15 +141,15 @@ class Solver(Configured):
         return outcome, seen
 
     def resolve(self, problem: Any) -> Solver:
-        """The solver that does the work; itself, unless it stands for others."""
+        """The solver that runs for this problem; `Auto` returns another one than itself."""
         return self
 
     def keeps(self, problem: Any) -> type[Kept]:
-        """What every outcome carries for the backward pass, as a trace has to know in advance."""
+        """The type of `Outcome.kept`, which a trace has to know before the solve runs."""
         return Nothing
 
     def takes_any_scale(self, problem: Any) -> bool:
-        """Whether it copes with entries whose squares leave the range of the dtype."""
+        """Whether `solve` accepts entries whose squares leave the range of the dtype."""
         return False
 
     def for_shared_matrix(self) -> Solver:
@@ -158,5 +157,5 @@ class Solver(Configured):
         return self
 
     def advice(self) -> str:
-        """What to try when this solver did not converge."""
+        """Advice for users whose solve by this solver did not converge."""
         return "try Auto()"

@@ -1,11 +1,11 @@
 """The global minimiser of least squares on the sphere, from Cholesky factors.
 
-A first factor, of `AᵀA` with little or no shift, opens a Krylov space in which the solution `u`
-and its multiplier `μ` are found to several digits (`_krylov.py`). A second one, of
+A first factor, of `AᵀA` with little or no shift, gives a Krylov space in which the solution `u` and
+its multiplier `μ` are found to several digits (`krylov/inverse.py`). A second factor, of
 
     K = AᵀA + μI + σuuᵀ,
 
-is what a Newton step against `A` itself needs, what the gradient needs, and the certificate:
+serves the Newton step, whose residual is computed from `A`, the gradient, and the certificate:
 `AᵀA + μI` is positive definite exactly if `K` is and `σuᵀK⁻¹u < 1`. The rank-one term changes
 nothing in directions orthogonal to `u`, where the steps are taken, and keeps `K` regular where
 `AᵀA + μI` is nearly singular along `u`.
@@ -35,9 +35,9 @@ from pmaf.tangent.kept import Factor, Kept
 class Cholesky(Solver):
     """Global minimiser of LESS: a Cholesky factor, a few solves with it, and a second factor.
 
-    For matrices with at least as many rows as columns, each with a `b` of its own. Entries
-    whose solution is not proved global this way, or not to rounding (hard cases, `b = 0`,
-    ill-conditioned matrices), are handed to `Secular`.
+    It is for matrices with at least as many rows as columns, each with its own `b`. `Secular`
+    solves the entries whose solution is not proved global, or not accurate to rounding: hard cases,
+    `b = 0`, ill-conditioned matrices.
 
     Args:
         max_iterations: limit on the vectors of the Krylov space; four to ten are taken.
@@ -118,14 +118,14 @@ class Cholesky(Solver):
         return _handed_over(problem, gram, init, outcome, which)
 
     def _predict(self, A: Tensor, gram: Tensor, g: Tensor, mean: Tensor) -> tuple[_Point, Tensor]:
-        """A point near the solution, and how many vectors it is made of."""
+        """A point near the solution, and the dimension of the Krylov space that contains it."""
         eps = torch.finfo(g.dtype).eps
         pull = norm(g)
-        # A rounded positive semidefinite matrix has a factor with this shift, which does not
-        # change its leading digits.
+        # With this shift a positive semidefinite matrix has a factor in spite of rounding, and its
+        # leading digits do not change.
         shift = NOISE * eps * A.shape[-1] * mean
         if (pull > mean).any():
-            # The multiplier in the space of g alone, which is never above the true one.
+            # The multiplier for u restricted to the direction of g, which is a lower bound of μ.
             image = matvec(A, g)
             quotient = dot(image, image) / torch.where(pull > 0, pull, 1).square()
             shift = torch.maximum(shift, pull - quotient)
@@ -150,20 +150,20 @@ class _Point(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a Newton step leads to, and what is known there."""
+    """The point after a Newton step, and what is known about it."""
 
     u: Tensor
     mu: Tensor
-    residual: Tensor  # where the step started
+    residual: Tensor  # before the step
     factor: Tensor
     near: Tensor  # whether another step may help
-    done: Tensor  # whether this was the last one, and ended in the global minimum
+    done: Tensor  # whether `u` is the global minimum, so that no other step is needed
 
 
-# A Newton step this small, as a power of eps, leads to rounding: its square is far below.
+# A Newton step of length eps**_CLOSE is the last, because its square is far below eps.
 _CLOSE = 0.6
 
-# The Krylov space stops growing when at most one entry in this many still needs it.
+# The Krylov space stops growing when at most one entry in _SPARE has not converged.
 _SPARE = 8
 
 
@@ -179,12 +179,12 @@ def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: 
     nu = dot(u, p) / along
     step = p - nu.unsqueeze(-1) * q
     size = norm(step)
-    # 1/(uᵀ(AᵀA + μI)⁻¹u), which is no smaller than the gap, as far above zero as rounding
-    # of AᵀA and of Aᵀb can push it: positive means definite.
+    # 1/(uᵀ(AᵀA + μI)⁻¹u) is at least the gap. If it is above `noise`, which bounds the effect of
+    # rounding in AᵀA and Aᵀb, then AᵀA + μI is definite.
     curvature = (1 - mean * along) / along
     noise = 2 * NOISE * eps * ((n * mean).sqrt() * norm(b) + n * mean)
     near = regular & (along > 0) & (size < 0.5) & (curvature > 0)
-    # Definite at μ is definite at μ + ν as far as rounding goes, if ν is no more than that.
+    # If |ν| is at most `noise`, then AᵀA + (μ + ν)I is definite as well, up to rounding.
     sure = (curvature > noise) & (nu.abs() <= noise)
     done = near & sure & (size <= eps**_CLOSE)
     moved = sphere.project(u + step)
@@ -192,18 +192,18 @@ def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: 
 
 
 def _force(A: Tensor, b: Tensor, g: Tensor, mean: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`Aᵀ(b − Au)`, and how much of it is not along `u`, relative to the problem."""
+    """`Aᵀ(b − Au)`, and the norm of its tangent part relative to `‖A‖² + ‖Aᵀb‖`."""
     force = rmatvec(A, b - matvec(A, u))
     return force, norm(sphere.tangent(u, force)) / (A.shape[-1] * mean + norm(g))
 
 
 def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> Outcome:
-    """What only a report needs: the residual at the end, and how large the gap is."""
+    """The outcome with the quantities that only a report contains, final residual and gap."""
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     force, residual = _force(A, b, g, mean, found.value)
     multiplier = dot(found.value, force)
-    # The factor proves that the gap is positive; its size takes eigenvalues, and where they
-    # cancel to a few digits those of another kind.
+    # The factor proves that the gap is positive; its size needs the eigenvalues of AᵀA. Where μ and
+    # λ_min cancel to a few digits, `Secular` solves the entry again.
     gap = multiplier + torch.linalg.eigvalsh(gram)[:, 0]
     clear = gap > LOOSE * torch.finfo(g.dtype).eps * A.shape[-1] * mean
     return found._replace(
@@ -212,7 +212,7 @@ def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> 
 
 
 def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of `K`, and whether it is one to rely on."""
+    """The Cholesky factor of `K`, and whether it is accurate enough to be used."""
     K = torch.baddbmm(gram, (mean.unsqueeze(-1) * u).unsqueeze(-1), u.unsqueeze(-2))
     diagonal = K.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(mu.unsqueeze(-1))
@@ -235,7 +235,7 @@ def _handed_over(
 
 
 def _with_factor(found: Outcome, gram: Tensor) -> Outcome:
-    """A solution of `Secular` with a factor instead of a basis, zero where there is none."""
+    """A solution of `Secular` with a factor instead of a basis; zero where `K` has none."""
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     factor, regular = _bordered_factor(gram, mean, found.value, found.multiplier)
     regular = regular & torch.isfinite(mean)

@@ -20,8 +20,8 @@ from pmaf.tangent.kept import Decomposition, Kept, Nothing
 class Dense(Solver):
     """`torch.linalg.eigh`, or `eig` for a nonsymmetric matrix.
 
-    The whole decomposition is paid for, and kept: it makes the backward pass a few
-    products. Unrolled, it is the paper's "AutoDiff", with torch's own derivative.
+    The whole decomposition is kept, so that the backward pass takes a few products. With `Unroll()`
+    this solver is the paper's "AutoDiff", with torch's own derivative.
     """
 
     solves = (Eigenvectors,)
@@ -53,7 +53,8 @@ class Dense(Solver):
         # A recorded decomposition has torch's own derivative, the paper's "AutoDiff".
         recorded = torch.is_grad_enabled() and S.requires_grad
         values, vectors = torch.linalg.eigh(S) if recorded else eigh(S)
-        # The basis stays in eigh's order, which costs no copy; what is asked for comes last.
+        # The basis stays in eigh's ascending order, to save a copy; the requested vectors are the
+        # last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:
             top, rows = top.flip(-1), rows.flip(-2)
@@ -78,7 +79,7 @@ class Dense(Solver):
         first = order[..., :1]
         value = values.gather(-1, first)
         vector = vectors.gather(-1, first.unsqueeze(-2).expand(*vectors.shape[:-1], 1)).squeeze(-1)
-        # A complex eigenvector is free up to its phase; this one makes its largest entry real.
+        # A complex eigenvector is unique up to its phase; this phase makes the largest entry real.
         largest = vector.gather(-1, vector.abs().argmax(-1, keepdim=True))
         row = (vector * largest.conj() / largest.abs()).real
         row = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)

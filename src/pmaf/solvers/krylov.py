@@ -1,4 +1,4 @@
-"""Both problems from products alone, in a space that grows where the residual points."""
+"""Both problems by products with the matrix, in a subspace that grows by residuals."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from pmaf.tangent.residuals import Product
 
 @dataclass(frozen=True)
 class Krylov(Solver):
-    """Thick-restart Lanczos, Arnoldi, or least squares in a Krylov space, whichever fits.
+    """Thick-restart Lanczos or Arnoldi for eigenvectors; a Krylov space for minima on the sphere.
 
-    The `Auto()` of operators, of sparse tensors and of matrices spread over ranks. Nothing
-    n×n is formed, forward or backward.
+    `Auto()` uses it for operators, sparse tensors and matrices spread over ranks. It forms no n×n
+    matrix, neither forward nor backward.
 
     Args:
-        dimension: vectors of the space; twice as many are held in memory. More take fewer
-            products when eigenvalues are close. Unless given, 40, or all there are if that is
-            not above 256.
+        dimension: vectors of the space; twice as many are held in memory. A larger space takes
+            fewer products when eigenvalues are close. Unless given, 40, or n if n is at most 256.
         max_products: limit on the products, forward and again backward.
-        tolerance: on the residual relative to the matrix, as reported; a few roundings
-            unless given.
+        tolerance: on the residual relative to the matrix, as reported; a few eps unless given.
     """
 
     solves = (Minimum, Eigenvectors)
@@ -62,7 +60,7 @@ class Krylov(Solver):
         return outcome, seen
 
     def size(self, n: int, k: int = 1) -> int:
-        """Of the space for k vectors of length n."""
+        """The dimension of the space for k vectors of length n."""
         return max(self.dimension or (n if n <= 256 else 40), 4 * k + 8)
 
     def tolerance_of(self, dtype: torch.dtype) -> float:
@@ -78,7 +76,7 @@ class Krylov(Solver):
 def find_eigenvectors(
     rows: Rows, problem: Eigenvectors, solver: Krylov, init: Tensor | None
 ) -> Outcome:
-    """The largest eigenvalues of an operator, or the dominant one; vectors come as rows."""
+    """The largest eigenvalues of an operator, or the dominant one, with eigenvectors as rows."""
     k, symmetric = problem.width, problem.symmetric
     A = rows.A
     batch, n = A.batch_shape, A.shape[-1]
@@ -89,7 +87,7 @@ def find_eigenvectors(
     found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
-        # Too large or too small to be squared, or squared already: once more in other units.
+        # Squares over- or underflow in the search or in the operator: search again in other units.
         rows.unit(product(start))  # raises an error where products overflow
         rows.change_units(start)
         product = rows.of_symmetric_part if symmetric else rows
@@ -97,7 +95,7 @@ def find_eigenvectors(
     rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
-        # Whatever is found of several with one modulus is not the dominant one.
+        # If several eigenvalues have the largest modulus, none of them is dominant.
         tie = found.gap <= TIED * torch.finfo(A.dtype).eps * found.scale
         converged = converged & ~tie
     y = unit_rows(found.rows)
@@ -134,7 +132,7 @@ def search_eigenvectors(
 
 
 def _start(A: Operator, k: int, guards: int, init: Tensor | None) -> Tensor:
-    """Rows `(B, k + guards, n)` without structure; the first of them as given, if they are."""
+    """Pseudorandom rows `(B, k + guards, n)`, of which `init`, if given, replaces the first k."""
     n, B = A.shape[-1], A.batch_shape.numel()
     row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
     rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)

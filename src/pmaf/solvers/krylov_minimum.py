@@ -1,13 +1,13 @@
-"""The minimum on the sphere by products alone.
+"""The minimum on the sphere by products with the matrix.
 
-Within a subspace the problem is a small one, whose global minimum is known from its
-eigenvalues. The search starts from `g` and sees only what that brings up. A multiplier that
-is not negative proves the minimum of least squares; otherwise the smallest eigenvalue of the
-curvature is looked for, and its vector joins the space if the minimum turns out to need it.
+In a subspace the problem is small, and its secular equation gives the global minimum. The search
+starts from `g`, so it does not find eigenvectors of the curvature that are orthogonal to `g`. For
+least squares, `μ ≥ 0` proves that the minimum is global. Otherwise a second search finds the
+smallest eigenvalue of the curvature; if that is below `−μ`, its eigenvector joins the space.
 
-In `AᵀA` a singular value below `√ε‖A‖` is rounding, and a Krylov space takes about as many
-products as the condition of `A` to tell small ones apart. A matrix of n columns is known from n
-products. So where it is small, and the search was of no avail, its entries are computed, and the
+In `AᵀA` a singular value of `A` below `√eps‖A‖` is rounding, and a Krylov space takes about as many
+products as the condition number of `A` to separate small ones. On the other hand, n products give
+all entries of `A`. So where the search fails for a small matrix, its entries are computed, and the
 problem is solved from them in float64.
 """
 
@@ -36,7 +36,7 @@ from pmaf.tangent.residuals import WORTH, Product, judged
 
 
 class _Searches:
-    """The searches of one problem, in units in which nothing that is squared leaves the range."""
+    """The searches of one problem, in units in which no square over- or underflows."""
 
     def __init__(self, problem: Any, rows: Rows, solver: Any) -> None:
         self.rows, self.solver, self.products = rows, solver, 1
@@ -62,7 +62,7 @@ class _Searches:
         self.unit, self.g = unit, g / unit
         size = long_norm(image / unit).squeeze(-1)
         if self.definite:
-            # Rounding in Aᵀb is that of ‖A‖ and ‖b‖, not of what is left of them.
+            # The rounding error of Aᵀb is proportional to ‖A‖‖b‖, even where ‖Aᵀb‖ is much smaller.
             size = size.sqrt() * _norm(problem.b, B) / unit[:, 0, 0].sqrt()
         else:
             size = size + long_norm(self.g).squeeze(-1)
@@ -70,15 +70,15 @@ class _Searches:
         self.tolerance = solver.tolerance_of(g.dtype)
 
     def _require_range(self, image: Tensor, g: Tensor) -> None:
-        """Products with `AᵀA` are in the range of the dtype; raises `OutOfRangeError` if not.
+        """Raise `OutOfRangeError` if products with `AᵀA` leave the range of the dtype.
 
-        Not where those with `A` are out of range, too: no units help there.
+        If products with `A` leave the range too, no units help, and nothing is raised.
         """
         tiny = torch.finfo(g.dtype).tiny
         size = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1)))
         if self.rows.agreed((size >= tiny) & torch.isfinite(size)):
             return
-        # One unit for all entries of a batch: an operator is multiplied by numbers.
+        # All batch entries share one unit, because an operator can only be multiplied by a number.
         unit = power_of_two(self.rows(self.random).abs().amax())
         if self.rows.agreed(torch.isfinite(unit) & (unit != 1)):
             raise OutOfRangeError(unit)
@@ -107,7 +107,7 @@ class _Searches:
         return found
 
     def bottom(self, found: Found, limit: int) -> Found:
-        """The smallest eigenvalue of `AᵀA`, negated, as far as its place beside `−μ` asks for."""
+        """`−λ_min` of the curvature, as accurately as the sign of `μ + λ_min` requires."""
         eps = torch.finfo(self.g.dtype).eps
         bottom = self.search(self.negative, self.random, Largest(1), eps**0.5, limit)
         gap = (found.values - bottom.values).squeeze(-1)
@@ -118,10 +118,11 @@ class _Searches:
         return self.search(self.negative, start, Largest(1, guards=1), self.tolerance, limit)
 
     def known(self, found: Found) -> Tensor:
-        """Whether digits of `u` are left, `(B,)`.
+        """Whether `u` has correct digits, `(B,)`.
 
-        The residual and the rounding in `AᵀA`, over the least curvature beside `u`, bound its
-        error. Where `A` is wide and `μ` zero, the minimisers form a sphere, and any will do.
+        Its error is at most the residual plus the rounding in `AᵀA`, divided by the least curvature
+        orthogonal to `u`. Where `A` is wide and `μ = 0`, the minimisers form a sphere, and each of
+        them is accepted.
         """
         eps = torch.finfo(self.g.dtype).eps
         error = (found.residual + ROUNDED * eps) * found.scale
@@ -149,15 +150,15 @@ def find_minimum(rows: Rows, problem: Any, solver: Any, init: Tensor | None) -> 
     start = torch.where((long_norm(g) > 0).unsqueeze(-1), g, posed.random)
     if init is not None:
         start = torch.cat([reference + eps * posed.random, start], -2)
-    # Where n products show every entry, a search is not worth more; elsewhere some are left for
-    # what b does not show.
+    # If n products would give all entries of A, the first search may take about n products.
+    # Otherwise it leaves a third of all products for the second search.
     entries = posed.definite and are_few(rows, solver)
     few = entries and posed.products + 2 * n <= solver.max_products
     limit = max(n, _FEWEST) if few else 0
     most = limit or max(_FEWEST, 2 * solver.max_products // 3)
     found = posed.search(posed.curvature, start, task, tolerance, most)
     gap, proved = found.values.squeeze(-1), found.converged
-    below = torch.zeros_like(gap)  # what is not known of the bottom
+    below = torch.zeros_like(gap)  # the error of λ_min
     lost = few & ~(posed.known(found) & found.converged)
     if not rows.agreed(lost | (found.converged & (gap >= 0) & posed.definite)):
         bottom = posed.bottom(found, limit)
@@ -175,7 +176,7 @@ def find_minimum(rows: Rows, problem: Any, solver: Any, init: Tensor | None) -> 
         # Entries with μ ≥ 0 keep gap = μ, so that their result does not depend on the batch.
         gap = torch.where(enough, multiplier, gap)
         below = torch.where(enough, below, bottom.residual * bottom.scale)
-    # A gap within its own error, or within rounding of AᵀA, is not known to be there.
+    # A gap that is within its own error, or within rounding of AᵀA, counts as zero.
     error = found.residual.clamp_min(tolerance) * found.scale
     gap = torch.where((gap >= -tolerance * found.scale) & (gap <= error + below), 0, gap)
     unit = posed.unit[:, 0, 0]
@@ -196,7 +197,7 @@ def find_minimum(rows: Rows, problem: Any, solver: Any, init: Tensor | None) -> 
 
 
 def _by_entries(rows: Rows, problem: Any, init: Tensor | None, outcome: Outcome) -> Outcome:
-    """The same with what has not converged solved from the entries of the matrix."""
+    """Solve the batch entries that have not converged from the entries of the matrix."""
     B, n = outcome.value.shape
     init = None if init is None else init.expand(*problem.batch_shape, n).reshape(B, n)
     kept = solve_entries(rows, problem, init, ~outcome.converged)
@@ -208,7 +209,7 @@ def _by_entries(rows: Rows, problem: Any, init: Tensor | None, outcome: Outcome)
 
 
 def _norm(b: Tensor, entries: int) -> Tensor:
-    """`(B,)`, of rows that are too large to be squared, too."""
+    """`‖b‖`, `(B,)`, even if the squares of `b` overflow."""
     most = b.abs().amax(-1, keepdim=True)
     size = long_norm(b / torch.where(most > 0, most, 1)) * most.squeeze(-1)
     return ranks.whole(size).reshape(entries)
@@ -222,20 +223,20 @@ def _chosen(mask: Tensor, new: Found, old: Found) -> Found:
 
 
 def _where(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Whole batch entries of one or the other, for a mask `(B,)`."""
+    """`x` for the batch entries of a mask `(B,)`, `y` for the others."""
     return torch.where(mask.reshape(-1, *(1,) * (x.dim() - 1)), x, y)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What a solve from entries leaves for the backward pass, for the entries of a mask `(B,)`."""
+    """A solve from matrix entries for the batch entries of a mask `(B,)`, kept for gradients."""
 
     mask: Tensor
     A: Tensor  # (B or 1, m, n), float64
     outcome: Outcome  # of a batch (B,), with an eigenbasis, float64
 
     def tangent(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`z` of the tangent-space system for rows `(B, 1, n)`, its residual, and its worth."""
+        """`z` of the tangent-space system for rows `(B, 1, n)`, its residual, and if it is good."""
         found, v = self.outcome, v.squeeze(1).double()
         y, gap = found.value, found.gap
         z = TangentSolver(*found.basis, gap, y)(v)
@@ -251,9 +252,9 @@ class Entries:
 
 
 def are_few(rows: Rows, solver: Any) -> bool:
-    """Whether the entries may be computed: in memory, in products, and in time.
+    """Whether the entries of `A` take little enough memory and time to be computed.
 
-    A `dimension` that is given says how many vectors there is memory for.
+    A user who sets `Krylov(dimension=...)` limits the memory, so that they are not computed.
     """
     *batch, m, n = rows.A.shape
     few = n <= _COLUMNS and torch.Size(batch).numel() * m * n <= _ENTRIES
@@ -264,7 +265,7 @@ def solve_entries(rows: Rows, problem: Any, init: Tensor | None, mask: Tensor) -
     """The minimisers from the entries of the matrix."""
     A = rows.A
     m, n = A.shape[-2:]
-    # One matrix for a whole batch of problems is computed once.
+    # The entries of a matrix that all problems share are computed once.
     alone = Rows(A, A.batch_shape)
     eye = torch.eye(n, dtype=A.dtype, device=A.device)
     parts = [alone(part.expand(alone.entries, -1, n)) for part in eye.split(_BLOCK)]
@@ -278,10 +279,10 @@ def solve_entries(rows: Rows, problem: Any, init: Tensor | None, mask: Tensor) -
     return Entries(mask, dense, found._replace(kept=kept))
 
 
-# Columns and entries up to which a decomposition in float64 takes a second or so, and 32 MB.
+# Up to these columns and entries a decomposition in float64 takes about a second and 32 MB.
 _COLUMNS, _ENTRIES = 2048, 1 << 22
-# Products that are made at once.
+# Rows in each product that computes entries.
 _BLOCK = 64
 
-# Products that a search may always take.
+# Every search may take at least this many products.
 _FEWEST = 64

@@ -23,10 +23,10 @@ class Lanczos(Solver):
 
     Args:
         depth: products before a restart from the best vectors.
-        extra: rows of a block beyond the k requested; they pull apart close eigenvalues.
+        extra: rows of a block beyond the k requested; they help to separate close eigenvalues.
         restarts: limit on the restarts.
-        tolerance: on `‖Ay − λy‖/‖A‖`; a few roundings unless given.
-        fallback: decompose what has not converged by `Dense()`.
+        tolerance: on `‖Ay − λy‖/‖A‖`; a few eps unless given.
+        fallback: solve the entries that have not converged with `Dense()`.
     """
 
     solves = (Eigenvectors,)

@@ -16,7 +16,7 @@ from pmaf.runtime.text import Configured
 
 
 class Ray(NamedTuple):
-    """A descent direction from a point of the sphere, with what it does to the objective."""
+    """A descent direction from a point of the sphere, and its image under `A`."""
 
     u: Tensor  # (*, n), the point
     residual: Tensor  # (*, m), A u − b
@@ -44,7 +44,7 @@ class Ray(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A step length under test, and the number its search judges it by."""
+    """A step length under test, and its score."""
 
     eta: Tensor
     score: Tensor
@@ -63,7 +63,7 @@ class LineSearch(Configured):
                 raise ValueError(f"{name} must lie between 0 and 1; got {value}")
 
     def score(self, ray: Ray, length: Tensor) -> Tensor:
-        """How the trial step does; a number of at least `lowest` is acceptable."""
+        """The score of a trial step, which is acceptable if the score is at least `lowest`."""
         raise NotImplementedError
 
     @property

@@ -22,11 +22,11 @@ class _Vector(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerIteration(Solver):
-    """`u ← (A + shift·I)u`, normalised, until it stands still.
+    """`u ← (A + shift·I)u`, normalised, until `u` no longer changes.
 
     Args:
         iterations: limit on the products.
-        tolerance: stop when no entry of `u` moves by more; a few roundings unless given.
+        tolerance: stop when no entry of `u` moves by more; a few eps unless given.
         stop: False runs all iterations, as the paper's timings do.
         shift: added to every eigenvalue so that the algebraically largest is also the
             largest in modulus. Estimated from a short Krylov sequence unless given; zero
@@ -63,7 +63,7 @@ class PowerIteration(Solver):
         tolerance = given_or(self.tolerance, STILL, M.dtype)
 
         def product(u: Tensor) -> Tensor:
-            # A row times a matrix: on the CPU several times faster than matrix times column.
+            # On the CPU a row times a matrix is several times faster than a matrix times a column.
             image = (u.unsqueeze(-2) @ (M if problem.symmetric else M.mT)).squeeze(-2)
             return image if self.shift == 0 else image + shift.unsqueeze(-1) * u
 
@@ -71,7 +71,7 @@ class PowerIteration(Solver):
             u = product(state.u)
             length = norm(u).unsqueeze(-1)
             u = torch.where(length > 0, u / _safe(length), state.u)
-            # Historical alignment: a negative eigenvalue flips the iterate every step.
+            # A negative eigenvalue flips the iterate in every step; this restores its sign.
             u = torch.where((dot(u, state.u) < 0).unsqueeze(-1), -u, u)
             still = (u - state.u).abs().amax(-1) <= tolerance
             return _Vector(u), still & self.stop
@@ -128,7 +128,7 @@ def choose_shift(problem: Eigenvectors, M: Tensor, shift: float | None) -> Tenso
     return (least + _MARGIN * (high - low)).clamp_min(0)
 
 
-# So many Krylov steps estimate both ends of a spectrum, to well within this margin.
+# _PROBE Krylov steps estimate both ends of the spectrum with an error well below _MARGIN.
 _PROBE = 12
 _MARGIN = 0.1
 

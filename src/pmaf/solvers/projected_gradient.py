@@ -10,8 +10,8 @@
 | + DW           | `direction_weight=True`                                         |
 
 These are local methods: they end at a stationary point, which need not be the global
-minimiser. Their stopping rules are absolute, as published, so they see the scale of
-the problem.
+minimiser. Their stopping rules are absolute, as published, so they depend on the scale of the
+problem.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pmaf.solvers.line_search import LineSearch, Ray
 
 
 class Iterate(NamedTuple):
-    """Where a run stands: a point on the sphere, its residual and its objective."""
+    """The state of a run: a point on the sphere, its residual and its objective."""
 
     u: Tensor  # (*, n)
     residual: Tensor  # (*, m), A u − b
@@ -50,8 +50,8 @@ class ProjectedGradient(Solver):
         search: how the step is shrunk: not at all, `Backtracking` or `TangentDecay`.
         direction_weight: scale the step by `1 − cos(u, ∓∇f)` ("DW"), with the current
             iterate `u` as in the published code; the paper's text has `A⁺b` instead.
-        regulariser: added to the denominator of the closed-form step, as published. It
-            shortens the steps once the gradient is below its square root.
+        regulariser: added to the denominator of the closed-form step, as published. It shortens the
+            steps once the norm of the gradient is below `√regulariser`.
         tolerance: stop when the objective changes by less than this.
         max_iterations: give up after this many steps.
     """
@@ -124,10 +124,10 @@ class ProjectedGradient(Solver):
         inner: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> tuple[Iterate, Tensor]:
-        """One step, and which entries it is the last one for.
+        """One step, and the mask of the entries that stop after it.
 
-        `inner` says which problems have `‖A⁺b‖ < 1`; only the direction weight asks.
-        `scale` bounds the curvature; only a derivative through the step asks.
+        `inner` says which problems have `‖A⁺b‖ < 1`; only the direction weight needs it. `scale`
+        bounds the curvature; only a derivative through the step needs it.
         """
         A, u = problem.matrix, state.u
         gradient = rmatvec(A, state.residual)
@@ -147,9 +147,9 @@ class ProjectedGradient(Solver):
             settled = self.search.settled(score)
         move = (weight * eta).unsqueeze(-1) * direction
         if scale is not None:
-            # A point is known to eps, so a shorter direction than this is all rounding, and the
-            # length of the step a quotient of roundings. A product of the derivatives of such
-            # steps grows without bound. That of a step of length 1/scale only contracts, towards
+            # u is accurate to eps, so a direction shorter than eps·scale is rounding error, and the
+            # step length is a quotient of rounding errors. The product of the derivatives of such
+            # steps grows without bound. The product for steps of length 1/scale contracts towards
             # the derivative of the same fixed point.
             rounding = norm(direction.detach()) <= torch.finfo(scale.dtype).eps * scale
             short = (direction - direction.detach()) / scale.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What the eigenvector solvers share: starts, orthonormal blocks, the final report.
+"""Starts, orthonormal blocks and final reports, shared by the eigenvector solvers.
 
 Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
 """
@@ -17,11 +17,11 @@ from pmaf.tangent.kept import NOTHING, Kept
 
 
 def start_block(problem: Eigenvectors, init: Tensor | None, width: int) -> Tensor:
-    """Where to start, `(*, n, width)`: `init` first, then fixed directions without structure.
+    """The start, `(*, n, width)`: the columns of `init`, then fixed pseudorandom columns.
 
-    The same for every batch entry and every call: a start that is random in the sense of
-    the algorithms, but never in the sense of the user. A little of it is mixed into `init`,
-    which may be exactly orthogonal to what is looked for.
+    The pseudorandom columns are the same for every batch entry and every call. Each column of
+    `init` may be exactly orthogonal to the eigenvector, so `√eps` times a pseudorandom column is
+    added to it.
     """
     A = problem.matrix
     block = fixed_normal(problem.n, width).to(A)
@@ -37,14 +37,14 @@ def start_block(problem: Eigenvectors, init: Tensor | None, width: int) -> Tenso
 
 
 def orthonormal(block: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, each on the side of the column it came from."""
+    """The factor `Q` of a QR factorisation in which no diagonal entry of `R` is negative."""
     q, r = torch.linalg.qr(block)
     diagonal = r.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return torch.where(diagonal < 0, -q, q)
 
 
 def rayleigh_ritz(M: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Best eigenpairs within an orthonormal block: values descending, vectors, `M` vectors."""
+    """Ritz pairs in the span of an orthonormal block: values descending, vectors, `M` vectors."""
     image = M @ block
     small = block.mT @ image
     values, vectors = torch.linalg.eigh(0.5 * (small + small.mT))
@@ -59,9 +59,9 @@ def norm_of(M: Tensor) -> Tensor:
 
 
 def stands(finished: Tensor, residual: Tensor, tolerance: float) -> Tensor:
-    """Whether an iteration that stopped by its own rule stopped at an eigenpair.
+    """Whether an iteration ended at an eigenpair.
 
-    One that did not stop counts too if its residual leaves nothing to be gained.
+    It did if it met its stopping rule with a small residual, or if its residual is rounding.
     """
     eps = torch.finfo(residual.dtype).eps
     settled = finished & (residual <= max(SETTLED * eps, 16 * tolerance))
@@ -85,7 +85,7 @@ def outcome(
     report: bool,
     kept: Kept = NOTHING,
 ) -> Outcome:
-    """An outcome; the gap is looked up only for a report."""
+    """An outcome; the gap is computed only for a report."""
     k = values.shape[-1]
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
@@ -116,8 +116,8 @@ def without_report(
 def gap_of(spectrum: Tensor, k: int) -> Tensor:
     """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
 
-    `spectrum` has all eigenvalues, descending; the first `k` are requested. Infinite for
-    a matrix with a single eigenvalue.
+    `spectrum` has all eigenvalues, descending; the first `k` are requested. The distance is
+    infinite for `n = 1`.
     """
     n = spectrum.shape[-1]
     if n == 1:

@@ -1,6 +1,6 @@
 """The global minimiser of least squares on the sphere, by its secular equation.
 
-In the eigenbasis of `AᵀA` the optimality conditions collapse to one equation in one
+In the eigenbasis of `AᵀA` the optimality conditions reduce to one equation in one
 unknown, the distance `t = μ + s_min²` of the multiplier from its lower bound:
 
     ‖u(t)‖ = 1,   uᵢ(t) = cᵢ/(spreadᵢ + t),   c = Vᵀ Aᵀb,   t ≥ 0.
@@ -44,7 +44,7 @@ from pmaf.tangent.kept import Basis, Kept
 
 @dataclass(frozen=True)
 class Secular(Solver):
-    """Global minimiser of LESS: one eigendecomposition, then Newton on a scalar.
+    """Global minimiser of LESS: one eigendecomposition, then Newton's method for a scalar.
 
     The smaller of `AᵀA` and `AAᵀ` is decomposed, and the solution is refined against
     `A` itself. Batch entries so ill-conditioned that the refinement does not contract
@@ -99,7 +99,7 @@ class Secular(Solver):
         return self._retry(A, b, g, init, found, ~trusted)
 
     def _promoted(self, A: Tensor, b: Tensor, init: Tensor | None, report: bool) -> Outcome:
-        """A small float32 problem, solved in float64 and rounded once."""
+        """Solve a small float32 problem in float64, and round the result once."""
         dtype, eps = A.dtype, torch.finfo(A.dtype).eps
         A, b = A.double(), b.double()
         gram = small_gram(A)
@@ -131,7 +131,7 @@ class Secular(Solver):
         )
 
     def _declared(self, problem: Minimum, init: Tensor | None) -> Outcome:
-        """Any quadratic function: from its matrix, in float64 where there is one."""
+        """Solve for any quadratic function from its matrix, in float64 where the device has it."""
         took("quadratic: eigenvectors")
         M, g = problem.quadratic()
         require_finite(curvature=(M, 2), force=(g, 1))
@@ -195,7 +195,7 @@ class Secular(Solver):
         noise: Tensor,
         init: Tensor | None,
     ) -> tuple[Outcome, Tensor]:
-        """The solution in one eigenbasis, and whether that basis was good enough for it."""
+        """The solution in one eigenbasis, and whether that basis is accurate enough."""
         u, t, iterations, finished, guessed = secular_root(
             spectrum, c, noise, init, torch.finfo(c.dtype).eps, self.max_iterations
         )
@@ -203,7 +203,8 @@ class Secular(Solver):
         good = residual <= SETTLED * torch.finfo(u.dtype).eps
         trusted = contracted & ~guessed
         if spectrum.exact:
-            # The Rayleigh quotient is off by rounding of the largest curvature; this is not.
+            # The Rayleigh quotient has an error of eps times the largest eigenvalue; t − floor has
+            # not.
             multiplier = t - spectrum.floor
         elif (t < spectrum.top / TOO_STEEP).any():
             trusted = trusted & (amplification(spectrum, t, u) <= TOO_STEEP)
@@ -241,7 +242,7 @@ class Secular(Solver):
             previous, step = step, norm(correction)
             trial = sphere.project(u + correction)
             trial_force, trial_residual = force_at(trial)
-            # A step that is no improvement comes from a singular system: stay.
+            # A step that does not reduce the residual comes from a singular system and is rejected.
             better = (step < 0.5) & (trial_residual <= residual.clamp_min(NOISE * eps))
             u = torch.where(better.unsqueeze(-1), trial, u)
             force = torch.where(better.unsqueeze(-1), trial_force, force)
@@ -253,13 +254,13 @@ class Secular(Solver):
         return sphere.settle(u), dot(u, force), residual, contracted
 
     def _rescaled(self, A: Tensor, b: Tensor, init: Tensor | None) -> Outcome:
-        """Squares of the entries leave the dtype's range: solve a scaled copy in float64."""
+        """Solve a scaled copy in float64, since squares of the entries leave the range."""
         dtype = A.dtype
         A, b = A.double(), b.double()
         unit, b_unit = power_of_two(A.abs().amax((-2, -1))), power_of_two(b.abs().amax(-1))
         A, b = A / unit[..., None, None], b / b_unit.unsqueeze(-1)
-        # Beyond these ratios of b to A the solution is the direction of Aᵀb, or the
-        # smallest singular vector on its side, and the gap is proportional to b.
+        # If b is this much larger than A, the solution is the direction of Aᵀb; if it is this much
+        # smaller, the last singular vector with the sign of Aᵀb. The gap is proportional to b.
         ratio = b_unit.log2() - unit.log2()
         bounded = ratio.clamp(-_FAR, _FAR)
         b = b * bounded.exp2().unsqueeze(-1)
@@ -276,15 +277,15 @@ class Secular(Solver):
         return Outcome.of(tensors, kept)
 
 
-# A Gram matrix is not relied on where its rounding would be magnified more than this.
+# A Gram matrix is not used where its rounding errors would be magnified by more than this.
 TOO_STEEP = 1e3
 
-# A ratio of two to this power does not show in float64, squared or not.
+# In a float64 sum a term that is smaller by this power of two has no effect, squared or not.
 _FAR = 200
 
 
 def in_range(gram: Tensor, g: Tensor) -> bool:
-    """Whether nothing computed from these can overflow, underflow or be non-finite."""
+    """Whether nothing computed from `gram` and `g` can overflow, underflow or be non-finite."""
     low, high = square_range(gram.dtype)
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     pull = g.abs().amax(-1)

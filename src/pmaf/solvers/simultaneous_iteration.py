@@ -30,15 +30,15 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class SimultaneousIteration(Solver):
-    """`Q ← qr((A + shift·I)Q)` on a block of vectors, until it stands still.
+    """`Q ← qr((A + shift·I)Q)` on a block of vectors, until `Q` no longer changes.
 
     Args:
         iterations: limit on the products.
-        tolerance: stop when no entry of `Q` moves by more; a few roundings unless given.
+        tolerance: stop when no entry of `Q` moves by more; a few eps unless given.
         stop: False runs all iterations, as the paper's timings do.
         shift: as for `PowerIteration`.
-        full: carry all n columns, as the published code does, and take the best k of them,
-            instead of the best k combinations of k columns.
+        full: iterate on all n columns, as the published code does, and return k of these columns,
+            instead of the Ritz vectors of k columns.
     """
 
     solves = (Eigenvectors,)
@@ -64,7 +64,7 @@ class SimultaneousIteration(Solver):
         M = problem.operand()
         size = norm_of(M.detach())
         shift = choose_shift(problem, M.detach(), self.shift)[..., None, None]
-        # A block turns within itself by more roundings than a single vector moves.
+        # Rounding turns the vectors of a block within their span by more than it moves one vector.
         tolerance = given_or(self.tolerance, STILL_BLOCK, M.dtype)
 
         def straight(state: _Block) -> _Block:

@@ -1,7 +1,7 @@
 """Bordered systems in an eigenbasis of their matrix.
 
-A solution `y` on the sphere has a symmetric matrix `H`, positive semidefinite at a global
-solution, that describes the curvature. Forward refinement and backward differentiation need the
+At a solution `y` on the sphere a symmetric matrix `H` describes the curvature; it is positive
+semidefinite if the solution is global. Forward refinement and backward differentiation need the
 solution `z` of
 
     P H P z = P v,   yᵀz = 0,   P = I − yyᵀ.
@@ -47,19 +47,20 @@ def solve_in_basis(
 class TangentSolver:
     """Solves `P H P z = P v`, `yᵀz = 0` where `H` has eigenvalues `spread + gap` in `basis`.
 
-    Directions that the basis does not span have eigenvalue `gap`. Where the system is
-    singular (a non-unique solution) `z` is zero along the directions it leaves free.
+    Directions that the basis does not span have eigenvalue `gap`. Where the system is singular (a
+    non-unique solution), `z` is zero along its null space.
 
     In the eigenbasis, with `ν` the multiplier of `yᵀz = 0`, every row reads
     `hᵢzᵢ + νyᵢ = vᵢ`. The rows of the smallest eigenvalue `h₀ = gap` are eliminated by
-    hand, multiplied through by `h₀`, so that `h₀ = 0` and `y₀ = 0` are both harmless:
+    hand, multiplied through by `h₀`, so that neither `h₀ = 0` nor `y₀ = 0` leads to a division by
+    zero:
 
         ν = (y₀v₀ + h₀ Σ yᵢvᵢ/hᵢ) / d,   z₀ = (v₀ Σ yᵢ²/hᵢ − y₀ Σ yᵢvᵢ/hᵢ) / d,
         d = y₀² + h₀ Σ yᵢ²/hᵢ,   the sums over all other rows.
     """
 
     def __init__(self, basis: Tensor, spread: Tensor, gap: Tensor, y: Tensor) -> None:
-        # Far below rounding: a spectrum from A itself resolves what its square does not.
+        # Far below eps: a spectrum from A itself resolves eigenvalues that one from AᵀA does not.
         tiny = merge_tolerance(y.dtype) ** 2
         p, n = basis.shape[-2:]
         low = gap.unsqueeze(-1)
@@ -83,12 +84,12 @@ class TangentSolver:
 
         determinant = torch.addcmul(q, low, s_yy)
         singular = determinant.abs() <= tiny * torch.addcmul(q, scale, s_yy)
-        # Where d vanishes the solution is not unique: couple the other rows alone.
+        # Where d = 0 the solution is not unique, and ν follows from the other rows alone.
         self.over_d = determinant.reciprocal().masked_fill(singular, 0)
         self.fallback = s_yy.reciprocal().masked_fill(~(singular & (s_yy > 0)), 0)
         self.s_yy = s_yy
-        # Within the lowest eigenspace v has a part along y, coupled to the other rows, and
-        # a part across it. With one dimension there is nothing across, whatever rounding says.
+        # In the lowest eigenspace v has a part along y, coupled to the other rows, and a part
+        # orthogonal to y. In one dimension the latter is zero, whatever the rounding errors are.
         self.several = None if n - p > 1 else n - (~lowest).sum(-1, keepdim=True) > 1
         self.over_q = q.reciprocal().masked_fill(q == 0, 0)
         self.over_low = low.reciprocal().masked_fill(low.abs() <= threshold, 0)
@@ -119,7 +120,7 @@ class TangentSolver:
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
-    """About how much `tangent_solve` magnifies its right-hand side, times the top of `AᵀA`.
+    """About how much a tangent solve magnifies its right-hand side, times the top of `AᵀA`.
 
     Multiplied by eps, this is the relative error of a solve in the basis of a rounded
     Gram matrix.
@@ -133,7 +134,7 @@ def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:
     q = dot(y, y) - dot(y_in * ~lowest, y_in)
     determinant = q + gap * s_yy
     coupled = torch.where(determinant > 0, s_yy / torch.where(determinant > 0, determinant, 1), 0)
-    # Eigenvalues that rounding has made one: whatever tells them apart is at most the gap.
+    # Among smallest eigenvalues that were merged into one, the solve magnifies by 1/gap.
     repeated = lowest.sum(-1) > (1 if spectrum.complete else 0)
     across = torch.where(repeated, 1 / gap.clamp_min(torch.finfo(y.dtype).tiny), 0)
     return spectrum.top * torch.stack([coupled, inverse.amax(-1), across]).amax(0)

@@ -1,17 +1,16 @@
 """The kernel of implicit differentiation, shared by all layers.
 
-At a solution with orthonormal rows `Y` (one for LESS, k for IED), everything a gradient
-needs is, for each incoming row `v`, the solution `z` of the bordered system
+At a solution with orthonormal rows `Y` (one for LESS, k for IED), a gradient needs, for each
+incoming row `v`, the solution `z` of the bordered system
 
     [ H   Yᵀ ] [ z ]   [ v ]
     [ Y   0  ] [ ν ] = [ 0 ],
 
-with all rows of `Y` in the border, or those that the system names.
+with all rows of `Y` in the border, or those that `BorderedSystem.linked` selects.
 
-`H` is made of the tensors of the problem and of a shift for each row. The system says how `H` is
-solved with. How the solution is differentiated is the same for all systems, and is written
-once, below. The derivative is the same kind of solve again, so any number of derivatives may
-follow.
+`H` depends on the tensors of the problem and on a shift for each row. Each `BorderedSystem`
+implements its own solve. The derivative of the solution is the same for all systems and is
+implemented below. It is a solve of the same kind, so that derivatives of any order exist.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class State(NamedTuple):
-    """What the forward pass left behind to solve with; it is never differentiated."""
+    """Results of the forward pass that the solve uses; they are never differentiated."""
 
-    shift: Tensor  # (*, k), the shifts, to all the digits the solver has
+    shift: Tensor  # (*, k), the shifts, as accurate as the solver's
     gap: Tensor  # (*,), smallest eigenvalue of H
     kept: Kept
 
@@ -42,13 +41,13 @@ class BorderedSystem(Protocol):
     """
 
     def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        """`z`, by whatever means; it is not differentiated."""
+        """`z`; this computation is not differentiated."""
         ...
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
-        """Which rows of `y` the solution for each row of `v` is orthogonal to, `(*, k, q)`.
+        """A mask `(*, k, q)` of the rows of `y` that are in the border for each row of `v`.
 
-        None if it is all of them.
+        None stands for all of them.
         """
         ...
 
@@ -68,7 +67,7 @@ def tangent_solve(
 ) -> Tensor:
     """The solution `z` of the bordered system, differentiable in `v`, `y`, tensors and shift."""
     if plain(v) and not torch.is_grad_enabled():
-        return system.solve(v, y, tensors, state)  # it will not be differentiated
+        return system.solve(v, y, tensors, state)  # nothing is recorded
     first, second = (*tensors, None)[:2]
     kept = (*state.kept, None, None)[:2]
     return _TangentSolve.apply(  # pyright: ignore[reportReturnType]
@@ -79,8 +78,8 @@ def tangent_solve(
 class _TangentSolve(torch.autograd.Function):
     generate_vmap_rule = True
 
-    # torch.compile tells a forward without context by its number of arguments, so they
-    # are spelled out.
+    # torch.compile recognises a forward without ctx by its number of arguments, so that *args would
+    # not do.
     @staticmethod
     def forward(
         system: BorderedSystem,
@@ -95,7 +94,7 @@ class _TangentSolve(torch.autograd.Function):
         kept: Tensor | None,
         kept_too: Tensor | None,
     ) -> Tensor:
-        # `shift` is an argument for its derivative; its digits come from `shift_value`.
+        # Autograd differentiates in `shift`; the solve uses `shift_value`, which is more accurate.
         state = State(shift_value, gap, kind(*_given(kept, kept_too)))
         return system.solve(v, y, _given(first, second), state)
 

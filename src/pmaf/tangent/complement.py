@@ -1,8 +1,8 @@
 """Solving with a shifted symmetric matrix on the complement of known eigenvectors.
 
-`(λⱼI − ½(A + Aᵀ)) w = v` with `Yw = 0` is positive definite when the rows of `Y` are the
-top eigenvectors: conjugate residuals, a product with the matrix a step. What does not
-converge, because the next eigenvalue is close, is solved directly.
+The system `(λⱼI − ½(A + Aᵀ)) w = v` with `Yw = 0` is positive definite when the rows of `Y` are the
+top eigenvectors. Conjugate residuals solve it with one product a step. Batch entries that do not
+converge, because the next eigenvalue is close, are solved by a decomposition.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def complement_solve(
     kept: Kept,
     gap: Tensor,
 ) -> Tensor:
-    """`w` for each row of `v` and its entry of `shift`, with `y` the rows to stay clear of.
+    """`w` for each row of `v` and its entry of `shift`, orthogonal to the rows of `y`.
 
     Args:
-        kept: a `Factor` of about the matrix, lifted along `y`, or a `Rate`, if there is one.
-        gap: how far the next eigenvalue is, nan if that is not known.
+        kept: a `Factor` of about the matrix plus a multiple of `YᵀY`, or a `Rate`, if there is one.
+        gap: distance to the next eigenvalue, nan if that is not known.
     """
     if plain(v):
         if isinstance(kept, Rate):
@@ -75,8 +75,8 @@ def _solve(
     def clear(x: Tensor) -> Tensor:
         return torch.baddbmm(x, torch.bmm(x, y.mT), y, alpha=-1)
 
-    # Twice, here and in every step: what is left along y is invisible to the matrix, and
-    # would stay in the residual for good.
+    # Projected twice, here and in every step, because no step removes a component along y from the
+    # residual.
     right = clear(clear(v))
     w = None
     if factor is None and k == 1:
@@ -94,9 +94,9 @@ def _by_products(
     clear: Callable[[Tensor], Tensor],
     factor: Tensor | None,
 ) -> Tensor:
-    """By conjugate residuals, with the factor for a preconditioner; what is left directly."""
+    """Conjugate residuals, preconditioned by the factor; a decomposition where they fail."""
     column = shift.unsqueeze(-1)
-    # Products with A are rounded against its largest modulus, of which this is a lower bound.
+    # Rounding in products with A is relative to its largest modulus; `scale` is a lower bound.
     steepness = norm(column * right - part(right)) / one_if_zero(norm(right))
     scale = torch.maximum(shift.abs(), steepness).amax(-1)
     w = conjugate_residuals(
@@ -128,7 +128,7 @@ def _complement_fake(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
 def _complement_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
     *_, v = args
     if all(axis is None for axis in in_dims[:-1]):
-        # More right-hand sides for the same matrix: rows, not copies of the matrix.
+        # Right-hand sides for one matrix become rows, so that the matrix is not copied.
         A, shift, y, _ = args
         rows = v.movedim(in_dims[-1] or 0, -3)
         shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
@@ -142,15 +142,15 @@ def _complement_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) 
     return torch.ops.pmaf.complement_solve(A, shift, y, v.contiguous()), 0
 
 
-# Beyond this a decomposition is cheaper than going on.
+# After this many steps a decomposition is cheaper than further steps.
 _STEPS = 200
 
 
 def _direct(S: Tensor, shift: Tensor, right: Tensor) -> Tensor:
-    """All rows from the full decomposition, zero along eigenvectors that share the shift."""
+    """Solve by a full decomposition; `w` is zero along the eigenspace of the shift."""
     values, vectors = torch.linalg.eigh(S)
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
-    # The shift is only as good as its solver, a few roundings of the largest modulus.
+    # The error of the shift is a few eps times the largest modulus.
     scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(S.dtype) * scale
     inside = torch.where(apart, (right @ vectors) / torch.where(apart, rise, 1), 0)

@@ -1,8 +1,8 @@
 """Solving the bordered systems of LESS: `P(AᵀA + μI)P z = Pv` with `yᵀz = 0`.
 
-Either in an eigenbasis of `AᵀA`, or with the Cholesky factor of `K = AᵀA + μI + σyyᵀ`, which
-on the tangent space is the same matrix. Both may come from a rounded Gram matrix; the residual
-that refines their solution is that of `A`.
+They are solved in an eigenbasis of `AᵀA`, or with the Cholesky factor of `K = AᵀA + μI + σyyᵀ`,
+which equals `AᵀA + μI` on the tangent space. Both may come from a rounded Gram matrix; the solution
+is refined by residuals that are computed from `A`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def factored_solve(
 ) -> Tensor:
     """`z` for each row of `v`, `(*, k, n)`, with the Cholesky factor `L` of `K = LLᵀ`.
 
-    Entries whose factor is zero, and those it does not solve, are solved in an eigenbasis.
+    Batch entries whose factor is zero or too inaccurate are solved in an eigenbasis.
     """
     return torch.ops.pmaf.factored_solve(A, shift, gap, factor, y, v)
 
@@ -65,7 +65,7 @@ def _factored_op(
     eps = torch.finfo(v.dtype).eps
     p = solve(v)
     z = tangent(p)
-    # For v along y the solution is zero up to rounding, which does not contract.
+    # For v along y the solution is rounding error, which refinement does not reduce.
     rounding = (SETTLED * eps) ** 2 * dot(p, p)
     settled = torch.zeros_like(v[..., 0], dtype=torch.bool)
     for _ in range(_REFINEMENTS):
@@ -85,7 +85,7 @@ def _factored_op(
     return z.contiguous()
 
 
-# Steps that do not contract in as many tries come from a factor that does not fit.
+# If so many refinements do not converge, the factor is too inaccurate.
 _REFINEMENTS = 3
 
 
@@ -100,7 +100,7 @@ def _factored_fake(
 def _factored_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
     *fixed, v = args
     if all(axis is None for axis in in_dims[:-1]):
-        # More right-hand sides for the same matrix: rows, not copies of the factor.
+        # Right-hand sides for one matrix become rows, so that the factor is not copied.
         rows = v.movedim(in_dims[-1] or 0, -3)
         z = torch.ops.pmaf.factored_solve(*fixed, rows.flatten(-3, -2))
         return z.unflatten(-2, rows.shape[-3:-1]).contiguous(), z.dim() - 2

@@ -22,11 +22,11 @@ def dominant_solve(
     gap: Tensor,
     rate: float,
 ) -> Tensor | None:
-    """`w` of the bordered system of a nonsymmetric matrix; None where it takes other means.
+    """`w` of the bordered system of a nonsymmetric matrix; None if the series is too slow.
 
-    On the complement of `y`, which `Aᵀ` maps to itself, the system is `(λI − Aᵀ)w = v`. The
-    left eigenvector is `y` and the solution of the same system with `Aᵀy − λy`: the part
-    that the gradient of the value asks for.
+    On the complement of `y`, which `Aᵀ` maps to itself, the system is `(λI − Aᵀ)w = v`. The left
+    eigenvector, which the gradient of `λ` needs, is `y` plus the solution of the same system with
+    the right-hand side `Aᵀy − λy`.
     """
     n = A.shape[-1]
     batch = y.shape[:-2]
@@ -39,7 +39,7 @@ def dominant_solve(
     if d_values is not None:
         known.append(torch.bmm(y, matrix))
     right = known[0] if len(known) == 1 else torch.cat(known, -2)
-    for _ in range(2):  # what is left along y would stay in the sum, as often as it has terms
+    for _ in range(2):  # every term of the series would add a remainder along y
         right = torch.baddbmm(right, torch.bmm(right, y.mT), y, alpha=-1)
     found = neumann(lambda w: torch.bmm(w, matrix), values, right, rate)
     if found is None:
@@ -103,7 +103,7 @@ def gmres(
             image = torch.baddbmm(image, g, basis, alpha=-1)
             length = long_norm(image)
             H[:, : j + 1, j] = (h + g).squeeze(1)
-            # Of an invariant space nothing is left but rounding, which is no direction.
+            # If the space is invariant, the remainder is rounding error and no new direction.
             length = torch.where(length <= ROUNDED * eps * largest, 0, length)
             H[:, j + 1, j] = length.squeeze(-1)
             unit = image / one_if_zero(length).unsqueeze(-1)
@@ -121,17 +121,17 @@ def gmres(
 
 
 def _least_squares(H: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """`s` with `‖Hs − left·e₁‖` least, and that."""
+    """The minimiser `s` of `‖Hs − left·e₁‖`, and the minimum."""
     q, r = torch.linalg.qr(H, mode="complete")
     j = H.shape[-1]
     known = left.unsqueeze(-1) * q[:, :1].mT
     diagonal = r[:, :j].diagonal(dim1=-2, dim2=-1)
-    # A zero pivot says that the space is invariant and the rest of no use.
+    # A zero pivot means that the space is invariant; its coefficient is set to zero.
     usable = diagonal.abs() > torch.finfo(H.dtype).eps * r.abs().amax((-2, -1)).unsqueeze(-1)
     r = torch.where(usable.unsqueeze(-1), r[:, :j], torch.eye(j, dtype=H.dtype, device=H.device))
     top = torch.where(usable.unsqueeze(-1), known[:, :j], 0)
     return torch.linalg.solve_triangular(r, top, upper=True), known[:, j, 0].abs()
 
 
-# Steps before the first look at the residual.
+# Steps before the first check of the residual.
 _FIRST = 6

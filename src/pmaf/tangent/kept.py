@@ -1,4 +1,4 @@
-"""What a forward pass leaves for the linear system of the backward pass."""
+"""Results of a forward pass that help to solve the linear system of the backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Nothing(NamedTuple):
-    """Nothing: the backward pass solves by products or decomposes on its own."""
+    """Nothing is kept: the backward pass solves by products or by its own decomposition."""
 
 
 class Basis(NamedTuple):
@@ -36,7 +36,7 @@ class Factor(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """The ratio of the next modulus to that of the dominant eigenvalue, as power steps saw it."""
+    """The ratio `|λ₂|/|λ₁|` of the two largest moduli, as estimated by power steps."""
 
     ratio: Tensor  # (*,)
     matrix: Tensor | None = None  # (B, n, n), the symmetric part, where it was formed
@@ -44,5 +44,5 @@ class Rate(NamedTuple):
 
 NOTHING = Nothing()
 Kept = Nothing | Basis | Decomposition | Factor | Rate
-# What an opaque operator returns beside its outcome; a trace has to know the shapes in advance.
+# The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, Factor)

@@ -1,4 +1,4 @@
-"""The linear systems of gradients, from products alone."""
+"""The linear systems of gradients, solved by products with the matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Solved(NamedTuple):
-    """Solutions of linear systems, and how well they solve them."""
+    """Solutions of linear systems and their residuals."""
 
     rows: Tensor  # (B, p, n)
     residual: Tensor  # (B,), relative to the right-hand sides
@@ -35,19 +35,19 @@ def conjugate_residuals(
     tolerance: float = 0.0,
     inverse: Product | None = None,
 ) -> Solved:
-    """`(shift·I − A) z = right` with `Yz = 0`, for each row, where that is positive definite.
+    """Solve `(shift·I − A) z = right` with `Yz = 0` for each row, if this is positive definite.
 
-    Where it is not quite, because an eigenvalue is repeated, the residual still falls as far
-    as it can, and `z` stays finite; conjugate gradients would not promise that.
+    Where it is only semidefinite, because an eigenvalue repeats, the residual still falls to its
+    minimum and `z` stays finite, which conjugate gradients do not guarantee.
 
     Args:
         product: `A` times rows `(B, p, n)`.
         shift: `(B, p)`, one for each row.
-        y: `(B, q, n)`, orthonormal rows to stay clear of.
+        y: `(B, q, n)`, orthonormal rows that `z` is orthogonal to.
         right: `(B, p, n)`.
-        scale: `(B,)`, of the matrix: what cancels is measured against it.
-        tolerance: on the residual relative to `right`, where rounding is not asked for.
-        inverse: about the inverse of the matrix, symmetric and positive definite, if there is one.
+        scale: `(B,)`, the size of the matrix, which rounding errors are relative to.
+        tolerance: on the residual relative to `right`, if it need not be down to rounding.
+        inverse: a symmetric positive definite preconditioner, about the inverse of the matrix.
     """
     system, right, back, largest = scaled_system(product, shift, y, right, scale)
     eps = torch.finfo(right.dtype).eps
@@ -60,10 +60,10 @@ def conjugate_residuals(
     slope = dot(near, image)
     products = 1
     while True:
-        # The residual, and the size of what rounding contributes for a solution this long.
+        # The residual, and the size that its rounding error is relative to.
         left, floor = long_norm(rest), size + largest * long_norm(z)
         done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
-        # Along what is left the matrix is zero: no step would be of use.
+        # Where the matrix is zero along the residual, no step reduces the residual.
         flat = ~(slope > ROUNDED * eps * largest * dot(near, near))  # or it is nan
         if products >= limit or agreed((done | flat).all(-1)):
             break
@@ -102,9 +102,9 @@ class System:
 def scaled_system(
     product: Product, shift: Tensor, y: Tensor, right: Tensor, scale: Tensor
 ) -> tuple[System, Tensor, Tensor, Tensor]:
-    """The system in units in which nothing that is squared leaves the range of the dtype.
+    """The system in units in which no square over- or underflows.
 
-    Returns it, its right-hand side, what brings a solution back, and the size of the matrix.
+    Returns the system, its right-hand side, the unit of its solution, and the size of the matrix.
     """
     unit = power_of_two(scale)[:, None, None]
     short = power_of_two(right.abs().amax(-1, keepdim=True))
@@ -114,10 +114,10 @@ def scaled_system(
 
 
 def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Residuals relative to the right-hand sides, and whether the solutions are good for use.
+    """Residuals relative to the right-hand sides, and whether the solutions are accurate.
 
-    Rounding in the matrix is magnified by the length of the solution; what is left of its
-    digits has to be worth something.
+    The rounding error of the matrix is magnified by the length of the solution; its sum with the
+    residual has to be below `WORTH`.
     """
     eps = torch.finfo(z.dtype).eps
     magnified = largest * long_norm(z)
@@ -126,5 +126,5 @@ def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tens
     return (left / one_if_zero(size)).amax(-1), (solved & known).all(-1)
 
 
-# A relative error above this is no solution.
+# The largest relative error of a solution that is used.
 WORTH = 0.01

@@ -1,7 +1,7 @@
-"""Solving with `λI − A` where `λ` dwarfs all other eigenvalues: `Σ Aʲ/λʲ⁺¹`.
+"""The inverse of `λI − A` as the series `Σ Aʲ/λʲ⁺¹`, where `|λ|` is far above all other moduli.
 
-The power iteration of linear systems: one product a step and nothing else, and as fast as
-the power iteration that found `λ`.
+Each term takes one product, and the series converges at the rate of the power iteration that found
+`λ`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def neumann(
 ) -> Tensor | None:
     """`w` with `λw − (A times w) = right` for rows `(B, p, n)`, `λ` `(B, 1)`; None if slow.
 
-    `right` has no part along the eigenvector of `λ`, up to rounding. `rate` is a guess of
-    the largest ratio of moduli to that of `λ`; nan without one.
+    `right` has no part along the eigenvector of `λ`, up to rounding. `rate` estimates the largest
+    ratio of another modulus to `|λ|`; nan if it is unknown.
     """
     inverse = 1 / value.unsqueeze(-1)
     least = torch.finfo(right.dtype).tiny
-    # In units in which no square underflows: what cannot be seen would seem to have converged.
+    # In these units no square underflows; an underflow would look like convergence.
     unit = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True).clamp_min_(least)
     w = last = first = right / unit
     size = norm(first).clamp_min_(least)
@@ -51,7 +51,7 @@ def neumann(
         worst = float((norm(w - last) / size).amax())  # the residual of `last`, exactly
         if worst <= target:
             return w * (unit * inverse)
-        # It shrinks geometrically, which says how much there is left to do.
+        # The residual shrinks geometrically, which predicts the number of products left.
         if not worst < before:
             return None
         count = math.ceil(count * math.log(target / worst) / math.log(worst / before))
