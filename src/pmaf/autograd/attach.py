@@ -1,11 +1,10 @@
 """Differentiable solves on tensors: an opaque operator inside a `Function`.
 
-No single mechanism of PyTorch supports all
-transforms. An operator with a registered derivative breaks
-`torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without derivatives
-works with both, inside a `Function` whose backward pass consists of differentiable operations. The
-operator contains loops that depend on data, warnings and checks.
-In eager mode the solver is called directly, because the dispatch of an operator takes time.
+No single mechanism of PyTorch supports all transforms. An operator with a registered derivative
+breaks `torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without
+derivatives works with both, inside a `Function` whose backward pass consists of differentiable
+operations. The operator contains loops that depend on data, warnings and checks. In eager mode the
+solver is called directly, because the dispatch of an operator takes time.
 """
 
 from __future__ import annotations
