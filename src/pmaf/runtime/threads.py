@@ -1,9 +1,8 @@
 """Running many small steps on one thread.
 
 A solve of many small matrices is some hundred short operations. Run by several threads, each
-operation ends when the last thread has had its turn on a
-core; on a machine with other work, such as
-data loaders, that takes a time slice of the scheduler, which is longer than the operation itself
+operation ends when the last thread has had its turn on a core; on a machine with other work, such
+as data loaders, that takes a time slice of the scheduler, which is longer than the operation itself
 by orders of magnitude. One thread never waits.
 """
 
