@@ -352,8 +352,7 @@ class Problem(Named):
         require_rules(self, solver, gradient)
         if init is not None:
             self.require_start(init)
-            # The solution does not depend on the start, whose autograd graph would be kept in
-            # memory.
+            # The solution does not depend on the start, and the graph of the start is not needed.
             init = init.detach()
         if self.operator is not None:
             run: Any = torch.compiler.disable(self._run_products)

@@ -128,7 +128,7 @@ class EigenConditions(NamedTuple):
         shift = self.values.unsqueeze(-1)
         if k > 1:
             shift = torch.diag_embed(self.values)
-            if torch.is_grad_enabled():  # zero, but its derivative is not
+            if torch.is_grad_enabled():  # the coupling is zero, its derivative is not
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)
                 coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
                 shift = shift + 0.5 * (coupling + coupling.mT)

@@ -242,7 +242,7 @@ class LeastSquaresConditions(MinimumConditions):
         if needs[0]:
             block = A.mT.unsqueeze(-1) * y[..., None, None, :]
             r = self.residual()
-            if torch.compiler.is_compiling():  # it cannot trace a write into a view
+            if torch.compiler.is_compiling():  # torch.compile cannot trace a write into a view
                 eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).unsqueeze(-2)
                 block = torch.addcmul(block, eye, r[..., None, :, None])
             else:

@@ -76,8 +76,8 @@ def tridiagonal_root(
     """`δ` and `y` with `(I + δT) y = length·e₁`, `‖y‖ = 1` and `I + δT` positive definite.
 
     `T` is positive definite and tridiagonal, `(k, B)` and `(k − 1, B)`. Newton's method solves
-    `1/‖y‖ − 1 = 0`. The function is concave, so that every step ends left of the root. A bracket
-    keeps the iterates in the interval in which `I + δT` is definite.
+    `1/‖y‖ − 1 = 0`. The function is concave, so that every step ends left of the root. A step may
+    end where `I + δT` is not definite, so the iterates are kept in a bracket.
     """
     tolerance = torch.finfo(length.dtype).eps ** 0.75
     low = (length - 1) / diagonal[0]  # the step from zero, which ends left of the root

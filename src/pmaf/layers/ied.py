@@ -373,8 +373,8 @@ def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
     """The forward pass of the default call, without the objects in between.
 
     It takes the same steps as `Adaptive` for one vector, and keeps the same results for the common
-    backward pass. Returns the vectors and the values; None where the common
-    forward pass is needed: for a Krylov space, and for entries out of range or not finite.
+    backward pass. Returns the vectors and the values; None where the common forward pass is needed:
+    for a Krylov space, and for entries out of range or not finite.
     """
     if _ADAPTIVE.takes_krylov(A.numel(), A.shape[-1], 1):
         return None
@@ -443,7 +443,7 @@ def ied(
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
             all ones unless given.
-            init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
+        init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.
 

@@ -157,8 +157,7 @@ class SphereLeastSquares(Problem):
                     gap=times_power(outcome.gap, exponents),
                 )
             found = as_solution(outcome)
-            # A user may write into this new tensor, but not into the one kept for the backward
-            # pass.
+            # A user may write into this tensor, but not into that kept for the backward pass.
             if self.radius != 1 or isinstance(A, Operator):
                 found = replace(found, value=self.radius * found.value)
             return in_dtype(self.dtype, found)
@@ -169,8 +168,7 @@ class SphereLeastSquares(Problem):
 def in_range(A: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """`A` and `b/radius` divided by powers of two, and the exponents `(*,)` of multipliers.
 
-    If everything is in range already, only `b` is divided by the radius, and the exponents are
-    None.
+    If everything is in range, `b` is only divided by the radius, and the exponents are None.
     """
     low, high = square_range(A.dtype)
     quotient = b if radius == 1 else b / radius

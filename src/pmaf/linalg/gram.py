@@ -15,9 +15,9 @@ from pmaf.linalg.roundings import merge_tolerance, merged, rank_tolerance
 class Spectrum(NamedTuple):
     """Eigenvectors and eigenvalues of `AᵀA`, measured upwards from the smallest.
 
-    Writing the eigenvalues as `floor + spread` keeps the digits of the small
-    differences that decide nearly degenerate problems. When `A` is wide the basis spans its row
-    space only, and all other directions have the eigenvalue `floor = 0`.
+    Writing the eigenvalues as `floor + spread` keeps the digits of the small differences that
+    decide nearly degenerate problems. When `A` is wide the basis spans its row space only, and all
+    other directions have the eigenvalue `floor = 0`.
     """
 
     basis: Tensor  # (*, p, n) with p = min(m, n); one orthonormal eigenvector a row

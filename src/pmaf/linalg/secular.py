@@ -72,8 +72,8 @@ def secular_root(
 def _lowest_direction(spectrum: Spectrum, like: Tensor, init: Tensor | None) -> Tensor:
     """A unit vector of the smallest eigenspace that does not depend on the basis.
 
-    It is the projection of a reference onto that space: of `init` if that is not zero, else of all
-    ones, else of a direction without structure.
+    It is the projection of a reference onto that space: of `init`, of all ones if that projection
+    is zero, else of a direction without structure.
     """
     basis, lowest = spectrum.basis, spectrum.spread == 0
     tolerance = torch.finfo(like.dtype).eps ** 0.5

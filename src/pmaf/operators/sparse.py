@@ -192,8 +192,8 @@ def _hear_out() -> None:
     """Trigger and ignore torch's warning that CSR tensors are a beta feature.
 
     torch warns once in a process, so doing this at import suffices. Ignoring the warning around
-    every product would change the filters of the whole process, and
-    those of other threads with them.
+    every product would change the filters of the whole process, and those of other threads with
+    them.
     """
     index, values = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, device="cpu")
     with warnings.catch_warnings():

@@ -57,8 +57,7 @@ def best_least_squares(problem: Any) -> Solver:
         return KRYLOV
     A, batch = problem.matrix, problem.batch_shape
     m, n = A.shape[-2:]
-    # Problems that share a matrix share its eigendecomposition, but not a factor, which depends on
-    # μ.
+    # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
     if not (m >= n >= _FACTORED_COLUMNS and A.shape[:-2] == batch):
         return SECULAR
     # A traced program may run on batches of any size, so that their size must not decide.

@@ -53,8 +53,7 @@ class Dense(Solver):
         # A recorded decomposition has torch's own derivative, the paper's "AutoDiff".
         recorded = torch.is_grad_enabled() and S.requires_grad
         values, vectors = torch.linalg.eigh(S) if recorded else eigh(S)
-        # The basis stays in eigh's ascending order, to save a copy; the requested vectors are the
-        # last.
+        # The basis stays in eigh's order to save a copy; the requested vectors are the last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:
             top, rows = top.flip(-1), rows.flip(-2)

@@ -26,7 +26,7 @@ class Krylov(Solver):
     """Thick-restart Lanczos or Arnoldi for eigenvectors; a Krylov space for minima on the sphere.
 
     `Auto()` uses it for operators, sparse tensors and matrices spread over ranks. It forms no n×n
-    matrix, neither forward nor backward.
+    matrix, forward or backward, except where the search for a small least-squares solution fails.
 
     Args:
         dimension: vectors of the space; twice as many are held in memory. A larger space takes

@@ -236,7 +236,7 @@ class Entries:
     outcome: Outcome  # of a batch (B,), with an eigenbasis, float64
 
     def tangent(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`z` of the tangent-space system for rows `(B, 1, n)`, its residual, and if it is good."""
+        """`z` of the tangent system for rows `(B, 1, n)`, its residual, and its success."""
         found, v = self.outcome, v.squeeze(1).double()
         y, gap = found.value, found.gap
         z = TangentSolver(*found.basis, gap, y)(v)

@@ -10,8 +10,7 @@
 | + DW           | `direction_weight=True`                                         |
 
 These are local methods: they end at a stationary point, which need not be the global
-minimiser. Their stopping rules are absolute, as published, so they depend on the scale of the
-problem.
+minimiser. Their stopping rules are absolute, as published, so they depend on the scale.
 """
 
 from __future__ import annotations

@@ -203,8 +203,7 @@ class Secular(Solver):
         good = residual <= SETTLED * torch.finfo(u.dtype).eps
         trusted = contracted & ~guessed
         if spectrum.exact:
-            # The Rayleigh quotient has an error of eps times the largest eigenvalue; t − floor has
-            # not.
+            # The Rayleigh quotient has an error of eps times the largest eigenvalue; this has not.
             multiplier = t - spectrum.floor
         elif (t < spectrum.top / TOO_STEEP).any():
             trusted = trusted & (amplification(spectrum, t, u) <= TOO_STEEP)

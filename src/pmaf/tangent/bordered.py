@@ -78,8 +78,7 @@ def tangent_solve(
 class _TangentSolve(torch.autograd.Function):
     generate_vmap_rule = True
 
-    # torch.compile recognises a forward without ctx by its number of arguments, so that *args would
-    # not do.
+    # torch.compile recognises a forward without ctx by its number of arguments: *args fails.
     @staticmethod
     def forward(
         system: BorderedSystem,
