@@ -26,7 +26,7 @@ from pmaf.gradients.base import Gradient, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg.gram import promoted, singular_spectrum
 from pmaf.linalg.products import dot, matvec, outer_sum, symmetric_part
-from pmaf.linalg.roundings import NOISE, merge_tolerance, merged
+from pmaf.linalg.roundings import merge_tolerance, merged, noise_tolerance
 from pmaf.runtime.modes import require_eager
 from pmaf.tangent.basis import solve_in_basis
 from pmaf.tangent.bordered import BorderedSystem, State, Tensors, tangent_solve
@@ -113,9 +113,7 @@ def _decomposed(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
     spectrum, _, _ = singular_spectrum(A)
     gap = shift + spectrum.floor
     # The gap has the errors of the multiplier and of the squared singular values.
-    rounding = (
-        NOISE * torch.finfo(dtype).eps * shift.abs() + merge_tolerance(v.dtype) * spectrum.top
-    )
+    rounding = noise_tolerance(dtype) * shift.abs() + merge_tolerance(v.dtype) * spectrum.top
     gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
     kept = Basis(spectrum.basis, spectrum.spread)
     return solve_in_basis(kept, gap, y, v, lambda z: gram_product(A, shift, z)).to(dtype)

@@ -22,9 +22,18 @@ LOPSIDED = 256.0  # ⟨Ax, y⟩ against ⟨x, Ay⟩ of a symmetric matrix, for o
 LOOSE = 1e3  # a residual that counts as solved, or a difference of which some digits are known
 
 
+# Under `torch.compile(dynamic=True)` a global float becomes an input of the graph, unless the
+# function that reads it is marked.
+@torch.compiler.assume_constant_result
 def merge_tolerance(dtype: torch.dtype) -> float:
     """Eigenvalues closer than this, relative to the largest, count as one."""
     return EQUAL * torch.finfo(dtype).eps
+
+
+@torch.compiler.assume_constant_result
+def noise_tolerance(dtype: torch.dtype) -> float:
+    """Coefficients below this, relative to their vector, are rounding."""
+    return NOISE * torch.finfo(dtype).eps
 
 
 def rank_tolerance(dtype: torch.dtype) -> float:
