@@ -277,6 +277,16 @@ def test_each_solver_of_the_crossover_of_least_squares_is_its_own(monkeypatch):
         assert tried[0] == name
 
 
+def linear_systems_are_solved(*shape):
+    """With more threads than cores MKL's factorisation of a batch fails, and so does torch."""
+    A = torch.randn(*shape, shape[-1], generator=torch.Generator().manual_seed(0))
+    try:
+        torch.linalg.solve(A, A)
+    except RuntimeError as error:
+        return "Pivots given to lu_solve" not in str(error)
+    return True
+
+
 def test_memory_is_a_multiple_of_the_inputs():
     memory = MemoryRace(EigenRace(), {"quick": [(2, 300)]})
     rows = [
@@ -291,7 +301,8 @@ def test_memory_is_a_multiple_of_the_inputs():
     assert 1 <= found["ours"]["backward"] <= 2
     assert 0.5 < found["scipy eigh"]["forward"] < 10
     assert found["scipy eigh"]["backward"] is None
-    assert "skipped" not in found["PI-IFT-E"]
+    if linear_systems_are_solved(2, 300):
+        assert "skipped" not in found["PI-IFT-E"]
     section = memory.present(rows)
     assert section.findings[0].holds is True
     assert memory.present([]).tables == []
