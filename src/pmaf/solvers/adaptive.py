@@ -10,7 +10,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_not_negative
 from pmaf.krylov.power import Dominant, dominant, dominant_of_sum, longest_row
 from pmaf.krylov.proved import Ritz, certificate, polish, ritz
-from pmaf.linalg.roundings import DECOMPOSED, SEARCHED
+from pmaf.linalg.roundings import DECOMPOSED
 from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
@@ -152,9 +152,6 @@ def _krylov(
         return None
     factor, exists = certificate(part, found)
     found = polish(part, found._replace(found=exists), factor, tolerance)
-    if k > 1:
-        # The last step for several vectors is a Rayleigh–Ritz projection, which rounds once more.
-        tolerance = SEARCHED * torch.finfo(part.matrix.dtype).eps
     good = exists & (found.residual <= tolerance)
     left = len(good) - int(good.sum())
     if left == 0:
