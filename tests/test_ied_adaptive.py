@@ -105,13 +105,82 @@ def test_a_batch_of_both_kinds(ways):
     assert ways
 
 
-@pytest.mark.parametrize(("k", "second"), [(None, 2.5 - 1e-7), (None, 2.5), (3, 2.5)])
-def test_a_batch_of_which_one_has_to_be_decomposed(k, second, ways):
+@pytest.mark.parametrize(
+    ("k", "other"),
+    [(None, [2.5, 2.5 - 1e-7, 2.0]), (None, [2.5, 2.5, 2.0]), (3, [2.5, 2.2, 2.0, 2.0])],
+    ids=["close", "equal", "equal to the last of three"],
+)
+def test_a_batch_of_which_one_has_to_be_decomposed(k, other, ways):
     rest = torch.linspace(1, -1, 87).tolist()
     A = torch.stack([with_eigenvalues([3.0, 2.5, 2.0, *rest], seed) for seed in range(4)])
-    A[2] = with_eigenvalues([2.5, second, 2.0, *rest], 7)
+    A[2] = with_eigenvalues([*other, *rest][:90], 7)
     same(A, k, factor=1e9)
+    problem = pmaf.PrincipalEigenvectors(A, k)
+    solution = pmaf.solve(problem, solver=EAGER)
+    # The report is of the decomposition, not of the attempt before it.
+    assert (solution.residual <= problem.n * torch.finfo(T).eps).all()
+    assert ways == ["_krylov"] * 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_eigenvalues_inside_the_group(seed, ways):
+    """Their vectors are free to turn; values, projector and its gradient are not."""
+    A = with_eigenvalues([2.5, 2.5, 2.0, *torch.linspace(1, -1, 87).tolist()], seed)
+    weights = torch.cos(torch.arange(8100.0, dtype=T)).reshape(90, 90)
+
+    def outcome(solver):
+        B = A.clone().requires_grad_()
+        values, V = pmaf.ied(B, 3, solver=solver)
+        projector = V @ V.mT
+        (gradient,) = torch.autograd.grad((projector * weights).sum(), B)
+        return values.detach(), projector.detach(), gradient
+
+    for x, y in zip(outcome(EAGER), outcome(Dense()), strict=True):
+        atol = 1e3 * torch.finfo(T).eps * float(y.abs().max())
+        torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_spikes_over_a_bulk_need_no_decomposition(k, seed, ways):
+    """The steps that refine several vectors converge linearly, and all of them may be needed."""
+    n = 450
+    g = torch.Generator().manual_seed(seed)
+    W = torch.randn(n, n, generator=g, dtype=T) / n**0.5
+    spikes = torch.linalg.qr(torch.randn(n, 3, generator=g, dtype=T)).Q
+    A = 0.5 * (W + W.mT) + (spikes * torch.tensor([8.0, 5.0, 4.0], dtype=T)) @ spikes.mT
+    solution = pmaf.solve(pmaf.PrincipalEigenvectors(A, k), solver=Adaptive(krylov_from=0))
     assert ways == ["_krylov"]
+    assert solution.residual <= DECOMPOSED * torch.finfo(T).eps
+    expected = torch.linalg.eigvalsh(A).flip(-1)[:k]
+    torch.testing.assert_close(solution.multiplier, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1.0, 0.1, 1e-6])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_proof_is_of_the_symmetric_part(size, k):
+    """The factorisation reads one triangle, which an antisymmetric part changes."""
+    n = 300
+    x = fixed_rows(n, T, torch.device("cpu"))[0]
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(n, generator=g, dtype=T) for _ in range(2))
+    a, b = (v - x * (v @ x) / (x @ x) for v in (a, b))
+    S = with_eigenvalues([3.0, 2.0, *torch.linspace(1, -1, n - 2).tolist()], 5)
+    A = S + size * (torch.outer(a, b) - torch.outer(b, a)) / n
+    part = SymmetricPart(A.unsqueeze(0))
+    assert part.one_sided
+    values, vectors = torch.linalg.eigh(S)
+    one = torch.ones(1, dtype=T)
+    found = Ritz(
+        values[-k:].flip(0)[None], vectors[:, -k:].flip(-1).mT[None], one, 3 * one, one > 0, 1
+    )
+    factor, exists = certificate(part, found)
+    assert exists
+    y = found.rows[0]
+    shift = float(values[-k]) - 8 * torch.finfo(T).eps * 3
+    K = shift * torch.eye(n, dtype=T) - S + 6 * y.mT @ y
+    atol = 1e2 * n * torch.finfo(T).eps
+    torch.testing.assert_close(factor[0] @ factor[0].mT, K, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("top", [1.0, 0.3])

@@ -66,7 +66,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
         done = rest <= wanted
         if done.all() or m == limit:
             y = torch.bmm(s[:, :, -k:].flip(-1).mT, basis)
-            return _judge(part, y / norm(y).unsqueeze(-1), scale, done, m)
+            return judge(part, y / norm(y).unsqueeze(-1), scale, done, m)
         left = _steps_left(rest / wanted, gap / (theta[:, -1] - theta[:, 0]))
         hopeful = done | (m + left <= limit)
         if 2 * int(hopeful.sum()) < B:
@@ -77,8 +77,12 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
 
 def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -> Ritz:
     """Refine with the factor, by Newton's steps for one vector, by Davidson's for several."""
+    left = torch.inf
     for _ in range(_POLISHES):
-        if (found.residual <= 0.5 * tolerance).all():
+        before, left = left, float(torch.where(found.found, found.residual, 0).amax())
+        # Davidson's steps converge linearly; one that gains less than a factor of two meets
+        # rounding.
+        if left <= 0.5 * tolerance or (left <= tolerance and left > 0.5 * before):
             break
         image = part.exact(found.rows)
         rest = image - found.values.unsqueeze(-1) * found.rows
@@ -89,7 +93,7 @@ def polish(part: SymmetricPart, found: Ritz, factor: Tensor, tolerance: float) -
             y = y / norm(y).unsqueeze(-1)
         else:
             y = _best_within(part, torch.cat([found.rows, step], -2))
-        found = _judge(part, y, found.scale, found.found, found.products + 2)
+        found = judge(part, y, found.scale, found.found, found.products + 2)
     return found
 
 
@@ -111,18 +115,18 @@ def certificate(
     part: SymmetricPart, found: Ritz, of: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The Cholesky factors, `(B, n, n)`, and which of them exist; `of` selects entries."""
-    matrix, y, values, scale = part.matrix, found.rows, found.values, found.scale
+    y, values, scale = found.rows, found.values, found.scale
     if of is not None:
-        matrix, y, values, scale = matrix[of], y[of], values[of], scale[of]
+        y, values, scale = y[of], values[of], scale[of]
     lift = (2 * scale)[:, None, None] * y
-    matrix = torch.baddbmm(matrix, lift.mT, y, beta=-1)
+    matrix = torch.baddbmm(part.formed(of), lift.mT, y, beta=-1)
     shift = values[:, -1] - merge_tolerance(y.dtype) * scale
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     factor, info = torch.linalg.cholesky_ex(matrix)
     return factor, info == 0
 
 
-def _judge(part: SymmetricPart, y: Tensor, scale: Tensor, found: Tensor, products: int) -> Ritz:
+def judge(part: SymmetricPart, y: Tensor, scale: Tensor, found: Tensor, products: int) -> Ritz:
     image = part.exact(y)
     values = (y * image).sum(-1)
     rest = norm(image - values.unsqueeze(-1) * y).amax(-1)
@@ -138,6 +142,6 @@ def _steps_left(excess: Tensor, gap: Tensor) -> Tensor:
 
 # Newton's steps converge if the residual is at most this fraction of the gap.
 _POLISH = 1e-2
-_POLISHES = 4
+_POLISHES = 16
 # Steps before the first check.
 _FIRST = 12

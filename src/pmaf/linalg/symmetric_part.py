@@ -43,9 +43,7 @@ class SymmetricPart:
         if (difference <= n**0.5 * torch.finfo(A.dtype).eps * size).all():
             self.one_sided = True
             return
-        self.matrix = torch.empty_like(A)
-        for symmetric, given in zip(self.matrix, A):  # torch transposes single matrices in blocks
-            symmetric.copy_(given.T).add_(given).mul_(0.5)
+        self.matrix = _formed(A)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.bmm(x, self.matrix)
@@ -53,6 +51,22 @@ class SymmetricPart:
     def exact(self, x: Tensor) -> Tensor:
         image = torch.bmm(x, self.matrix)
         return image.add_(right_product(self.matrix, x)).mul_(0.5) if self.one_sided else image
+
+    def formed(self, of: Tensor | None = None) -> Tensor:
+        """The symmetric part as a matrix; `of` selects entries.
+
+        A factorisation reads one triangle, and would take an asymmetry that the products with the
+        first vector missed for a part of the matrix.
+        """
+        matrix = self.matrix if of is None else self.matrix[of]
+        return _formed(matrix) if self.one_sided else matrix
+
+
+def _formed(A: Tensor) -> Tensor:
+    found = torch.empty_like(A)
+    for symmetric, given in zip(found, A):  # torch transposes single matrices in blocks
+        symmetric.copy_(given.T).add_(given).mul_(0.5)
+    return found
 
 
 def right_product(A: Tensor, x: Tensor) -> Tensor:

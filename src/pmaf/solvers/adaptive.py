@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pmaf.errors import require_at_least, require_not_negative
 from pmaf.krylov.power import Dominant, dominant, dominant_of_sum, longest_row
-from pmaf.krylov.proved import Ritz, certificate, polish, ritz
+from pmaf.krylov.proved import Ritz, certificate, judge, polish, ritz
 from pmaf.linalg.roundings import DECOMPOSED
 from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
@@ -159,11 +159,9 @@ def _krylov(
     if 2 * left > len(good):
         return None
     bad = ~good
-    values, vectors = torch.linalg.eigh(part.matrix[bad])
-    rows, top = found.rows.clone(), found.values.clone()
-    rows[bad] = vectors[..., -k:].flip(-1).mT
-    top[bad] = values[..., -k:].flip(-1)
-    found = found._replace(values=top, rows=rows)
+    rows = found.rows.clone()
+    rows[bad] = torch.linalg.eigh(part.formed(bad)).eigenvectors[..., -k:].flip(-1).mT
+    found = judge(part, rows, found.scale, good, found.products)
     again, exists = certificate(part, found, bad)
     # nan marks an entry without a factor, whose next eigenvalue is too close. Conjugate residuals
     # then fail their check, and the backward pass decomposes the matrix.

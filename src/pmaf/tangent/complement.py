@@ -114,7 +114,7 @@ def _by_products(
     took("tangent: conjugate residuals" if done.all() else "tangent: decomposition")
     if not done.all():
         left = ~done
-        w[left] = _direct(part.matrix[left], shift[left], right[left])
+        w[left] = _direct(part.formed(left), shift[left], right[left])
         w = clear(w)
     return w.contiguous()
 
