@@ -1,0 +1,246 @@
+"""Compiled kernels for small matrices, where a compiler was at hand when the package was built.
+
+They take plain tensors on the CPU; every caller has another way for everything else. The sources
+are in `kernels/`. The environment variable PMAF_NATIVE switches them off with 0, and chooses an
+instruction set with `baseline`, `avx2` or `avx512`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.roundings import merge_tolerance
+
+# The version of the functions in `kernels/library.cpp`.
+_VERSION = 1
+# The types of their arguments, a letter each.
+_FUNCTIONS = {
+    "pmaf_ied_forward": "pliiidpdpppi",
+    "pmaf_ied_backward": "pppppliiiiddppi",
+    "pmaf_less_forward": "ppliippppppi",
+    "pmaf_less_backward": "ppppppliipppi",
+}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "d": ctypes.c_double}
+
+
+def _load() -> tuple[Any, str]:
+    """The library and its instruction set, or None and why there is none."""
+    setting = os.environ.get("PMAF_NATIVE", "")
+    if setting == "0":
+        return None, "switched off by PMAF_NATIVE=0"
+    path = Path(__file__).with_name("libpmaf.so")
+    if not path.exists():
+        return None, "not compiled: there was no C++ compiler when pmaf was installed"
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.pmaf_version()
+        for name, types in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes = [_TYPES[letter] for letter in types]
+            function.restype = ctypes.c_long
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be loaded: {error}"
+    if version != _VERSION:
+        return None, f"{path} is of another version of pmaf; install pmaf again"
+    library.pmaf_choose.restype = ctypes.c_char_p
+    chosen = library.pmaf_choose(setting.encode()).decode()
+    if setting and chosen != setting:
+        return None, f"PMAF_NATIVE={setting}, which this processor or this build does not have"
+    return library, chosen
+
+
+_library, about = _load()  # `about` is the instruction set, or why there are no kernels
+available = _library is not None
+_DTYPES = (torch.float32, torch.float64)
+
+
+def takes(A: Tensor) -> bool:
+    """Whether the kernels take this tensor, whose numbers have to be known (`modes.plain`)."""
+    return _library is not None and A.is_cpu and A.dtype in _DTYPES and A.layout == torch.strided
+
+
+class Pairs(NamedTuple):
+    """The largest eigenpairs of each matrix; where `failed`, another way has to be taken."""
+
+    values: Tensor  # (*, k), descending
+    rows: Tensor  # (*, k, n)
+    failed: Tensor | None  # (*,) bool, None if all have succeeded
+
+
+def largest_pairs(A: Tensor, k: int | None, largest: bool = True) -> Pairs:
+    """The k largest eigenpairs of `½(A + Aᵀ)`, `(*, n, n)`, or the smallest, ascending.
+
+    The sum of each vector is positive; if it is zero, the product with a fixed direction is.
+    With `k = None` there is one, without a dimension for it.
+    """
+    A = _laid_out(A)
+    shape, dtype = A.shape, A.dtype
+    several, n = shape[:-2] if k is None else (*shape[:-2], k), shape[-1]
+    values, rows = A.new_empty(several), A.new_empty((*several, n))
+    second, tolerance = _second(n, dtype)
+    count, sign = A.numel() // (n * n), 1.0 if largest else -1.0
+    # Straight down, without functions in between: for one small matrix these take most time.
+    start = A.data_ptr(), count, n, k or 1, dtype is torch.float64, sign, second, tolerance
+    start += values.data_ptr(), rows.data_ptr()
+    threads = torch.get_num_threads()
+    if not _library.pmaf_ied_forward(*start, None, threads):
+        return Pairs(values, rows, None)
+    failed = torch.empty(shape[:-2], dtype=torch.bool, device="cpu")
+    _library.pmaf_ied_forward(*start, failed.data_ptr(), threads)
+    return Pairs(values, rows, failed)
+
+
+def eigenvector_gradient(
+    A: Tensor, y: Tensor, k: int, v: Tensor | None, d_values: Tensor | None, largest: bool = True
+) -> Tensor | None:
+    """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs; None if it failed.
+
+    `y` and `v` are `(*, k, n)`, `d_values` is `(*, k)`.
+    """
+    A = _laid_out(A)
+    result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
+    v = v if v is None or v.is_contiguous() else v.contiguous()
+    d = d_values if d_values is None or d_values.is_contiguous() else d_values.contiguous()
+    failed = _library.pmaf_ied_backward(
+        A.data_ptr(),
+        y.data_ptr(),
+        None if v is None else v.data_ptr(),
+        None,
+        None if d is None else d.data_ptr(),
+        A.numel() // (n * n),
+        n,
+        k,
+        k,
+        dtype is torch.float64,
+        1.0 if largest else -1.0,
+        _EQUAL[dtype],
+        result.data_ptr(),
+        None,
+        torch.get_num_threads(),
+    )
+    return None if failed else result
+
+
+def complement_solve(
+    A: Tensor, shift: Tensor, y: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`(shift·I − ½(A + Aᵀ))⁻¹v` on the complement of `y`, and where it failed.
+
+    `y` is `(*, k, n)`, `v` is `(*, p, n)`, `shift` is `(*, p)`.
+    """
+    A, y, v, shift = _laid_out(A), y.contiguous(), v.contiguous(), shift.contiguous()
+    result, failed = torch.empty_like(v), torch.empty(A.shape[:-2], dtype=torch.bool, device="cpu")
+    n = A.shape[-1]
+    many = _library.pmaf_ied_backward(
+        A.data_ptr(),
+        y.data_ptr(),
+        v.data_ptr(),
+        shift.data_ptr(),
+        None,
+        A.numel() // (n * n),
+        n,
+        y.shape[-2],
+        v.shape[-2],
+        A.dtype is torch.float64,
+        1.0,
+        _EQUAL[A.dtype],
+        result.data_ptr(),
+        failed.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return result, failed if many else None
+
+
+class Minimum(NamedTuple):
+    """The minimiser of each problem; where `failed`, another way has to be taken."""
+
+    u: Tensor  # (*, n)
+    multiplier: Tensor  # (*,), float64
+    gap: Tensor  # (*,), float64
+    gram: Tensor | None  # (*, p, p), float64, if it is small beside A
+    failed: Tensor | None  # (*,) bool, None if all have succeeded
+
+
+def least_squares(A: Tensor, b: Tensor) -> Minimum:
+    """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32."""
+    A, b = A.contiguous(), b.contiguous()
+    batch, (m, n) = A.shape[:-2], A.shape[-2:]
+    u = A.new_empty((*batch, n))
+    multiplier, gap = (A.new_empty(batch, dtype=torch.float64) for _ in range(2))
+    p = min(m, n)
+    # At most half of the memory of A.
+    keep = 4 * p <= max(m, n)
+    gram = A.new_empty((*batch, p, p), dtype=torch.float64) if keep else None
+    failed = torch.empty(batch, dtype=torch.bool, device="cpu")
+    many = _library.pmaf_less_forward(
+        A.data_ptr(),
+        b.data_ptr(),
+        batch.numel(),
+        m,
+        n,
+        _second(n, A.dtype)[0],
+        u.data_ptr(),
+        multiplier.data_ptr(),
+        gap.data_ptr(),
+        None if gram is None else gram.data_ptr(),
+        failed.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return Minimum(u, multiplier, gap, gram, failed if many else None)
+
+
+def least_squares_gradient(
+    A: Tensor,
+    b: Tensor,
+    u: Tensor,
+    v: Tensor,
+    multiplier: Tensor,
+    gram: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """The gradients of `A` and `b` where they are needed, given that of `u`; None if it failed."""
+    A, b, u, v = (x.contiguous() for x in (A, b, u, v))
+    m, n = A.shape[-2:]
+    count = A.numel() // (m * n)
+    dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
+    many = _library.pmaf_less_backward(
+        A.data_ptr(),
+        b.data_ptr(),
+        u.data_ptr(),
+        v.data_ptr(),
+        multiplier.data_ptr(),
+        None if gram is None else gram.data_ptr(),
+        count,
+        m,
+        n,
+        None if dA is None else dA.data_ptr(),
+        None if db is None else db.data_ptr(),
+        None,
+        torch.get_num_threads(),
+    )
+    return None if many else (dA, db)
+
+
+def _laid_out(A: Tensor) -> Tensor:
+    """The matrices, or their transposes, which have the same symmetric part, in one piece."""
+    return A if A.is_contiguous() else A.mT.contiguous()
+
+
+@functools.lru_cache(maxsize=256)
+def _second(n: int, dtype: torch.dtype) -> tuple[Any, float]:
+    """The direction that decides signs, and the tolerance for a sum of zero."""
+    numbers = (ctypes.c_double * n)(*(math.cos(i + 1) for i in range(n)))
+    return numbers, _EQUAL[dtype] * n**0.5
+
+
+# Eigenvalues that are closer than this, relative to the largest, count as one.
+_EQUAL = {dtype: merge_tolerance(dtype) for dtype in _DTYPES}

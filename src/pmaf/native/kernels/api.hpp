@@ -1,0 +1,72 @@
+// What the kernels are given, and how the library finds those for the processor.
+#pragma once
+
+#include <cstdint>
+
+namespace pmaf {
+
+// Largest eigenpairs of ½(A + Aᵀ), or of its negative.
+struct Forward {
+  const void *A;  // (batch, n, n)
+  long batch;
+  int n, k;
+  double sign;             // −1 for the smallest eigenvalues
+  const double *second;    // (n), decides signs where the sum of a vector is zero
+  double tolerance;        // up to which a sum counts as zero
+  void *values, *vectors;  // (batch, k), (batch, k, n)
+  uint8_t *failed;         // (batch), or null
+};
+
+// The gradient of A, given those of the vectors and of the values; or the solutions of the linear
+// systems alone, where shifts are given.
+struct Backward {
+  const void *A, *y;           // (batch, n, n), (batch, k, n)
+  const void *v;               // (batch, rows, n), or null
+  const void *shift;           // (batch, rows), or null for a gradient, which has k rows
+  const void *d_values;        // (batch, k), or null
+  long batch;
+  int n, k, rows;
+  double sign;
+  double equal;     // relative distance up to which eigenvalues count as one
+  void *result;     // the gradient (batch, n, n), or the solutions (batch, rows, n)
+  uint8_t *failed;  // (batch), or null
+};
+
+// Least squares on the unit sphere, of float: min ½‖Au − b‖² subject to ‖u‖ = 1.
+struct LeastSquares {
+  const float *A, *b;  // (batch, m, n), (batch, m)
+  long batch;
+  int m, n;
+  const double *second;     // (n), decides signs where the sum of a vector is zero
+  float *u;                 // (batch, n)
+  double *multiplier, *gap;  // (batch)
+  double *gram;              // (batch, p, p), the smaller of AᵀA and AAᵀ, or null
+  uint8_t *failed;          // (batch), or null
+};
+
+// The gradients of A and b, given those of u.
+struct LeastSquaresBackward {
+  const float *A, *b, *u, *v;  // v is the gradient of u
+  const double *multiplier;  // (batch)
+  const double *gram;        // (batch, p, p), or null
+  long batch;
+  int m, n;
+  float *dA, *db;   // either may be null
+  uint8_t *failed;  // (batch), or null
+};
+
+// Kernels for one instruction set, for float and for double.
+struct Kernels {
+  long (*forward[2])(const Forward &, int threads);
+  long (*backward[2])(const Backward &, int threads);
+  long (*least_squares)(const LeastSquares &, int threads);
+  long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
+};
+
+// Calls body(data, i) for i from 0 to items − 1, by several threads.
+void for_each(long items, int threads, void (*body)(void *, long), void *data);
+
+// Memory of the calling thread, aligned for every vector.
+double *workspace(long numbers);
+
+}  // namespace pmaf

@@ -1,0 +1,152 @@
+// Products AᵀA, or AAᵀ for a wide A, in double precision, and others with A itself.
+#pragma once
+
+#include "storage.hpp"
+
+namespace pmaf {
+namespace {
+
+typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+// Matrices (m, n) of float, one in each lane. Unused lanes repeat the first matrix.
+template <class R> struct Wrapped {
+  const float *A;
+  int m, n, filled;
+  R *copy;  // the matrices, interleaved, if they are small
+
+  static long space(int m, int n) {
+    return Kind<R>::lanes > 1 && (long)m * n <= 8192 ? (long)m * n : 0;
+  }
+  void interleave() {
+    if (!space(m, n)) copy = nullptr;
+    if (!copy) return;
+    for (int l = 0; l < Kind<R>::lanes; ++l) {
+      const float *x = A + (long)(l < filled ? l : 0) * m * n;
+      for (int i = 0; i < m * n; ++i) ((double *)copy)[(long)i * Kind<R>::lanes + l] = x[i];
+    }
+  }
+  R at(int i, int j) const {
+    if (copy) return copy[i * n + j];
+    R x;
+    for (int l = 0; l < Kind<R>::lanes; ++l)
+      put(x, l, (double)A[((long)(l < filled ? l : 0) * m + i) * n + j]);
+    return x;
+  }
+  // The product of row i with x.
+  R along(int i, const R *x) const {
+    R sum = all_of<R>(0);
+    int j = 0;
+    if constexpr (Kind<R>::lanes == 1) {
+      const float *row = A + (long)i * n;
+      Lanes sums = all_of<Lanes>(0);
+      for (; j + WIDTH <= n; j += WIDTH)
+        sums += __builtin_convertvector(*(const Halves *)(row + j), Lanes) *
+                *(const Unaligned *)(x + j);
+      sum = total(sums);
+    }
+    for (; j < n; ++j) sum += at(i, j) * x[j];
+    return sum;
+  }
+  // y ← y + factor times row i
+  void add_row(int i, R factor, R *y) const {
+    int j = 0;
+    if constexpr (Kind<R>::lanes == 1) {
+      const float *row = A + (long)i * n;
+      const Lanes f = all_of<Lanes>(factor);
+      for (; j + WIDTH <= n; j += WIDTH)
+        *(Unaligned *)(y + j) += f * __builtin_convertvector(*(const Halves *)(row + j), Lanes);
+    }
+    for (; j < n; ++j) y[j] += at(i, j) * factor;
+  }
+  // image ← Ax
+  void times(const R *x, R *image) const {
+    for (int i = 0; i < m; ++i) image[i] = along(i, x);
+  }
+  // image ← image + Aᵀx
+  void add_transposed(const R *x, R *image) const {
+    for (int i = 0; i < m; ++i) add_row(i, x[i], image);
+  }
+};
+
+// The smaller of AᵀA and AAᵀ, both triangles, for tiny matrices.
+template <class R> inline void tiny_gram(const Wrapped<R> &A, R *G, R *row) {
+  const bool tall = A.m >= A.n;
+  const int p = tall ? A.n : A.m, q = tall ? A.m : A.n;
+  for (int i = 0; i < p * p; ++i) G[i] = all_of<R>(0);
+  for (int k = 0; k < q; ++k) {
+    for (int i = 0; i < p; ++i) row[i] = tall ? A.at(k, i) : A.at(i, k);
+    for (int i = 0; i < p; ++i)
+      for (int j = 0; j <= i; ++j) G[i * p + j] += row[i] * row[j];
+  }
+  for (int i = 0; i < p; ++i)
+    for (int j = 0; j < i; ++j) G[j * p + i] = G[i * p + j];
+}
+
+constexpr int PANEL = 64;  // rows that are converted to double at a time
+
+// Rows r to r + ROWS − 1 of the upper triangle of G plus those of XᵀX, for a panel X.
+template <int ROWS, int COLUMNS>
+inline void add_tile(const double *X, int rows, int stride, int r, int c, double *G) {
+  Lanes sum[ROWS][COLUMNS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < COLUMNS; ++j) sum[i][j] = at(G + (r + i) * stride)[c + j];
+  for (int k = 0; k < rows; ++k) {
+    const double *x = X + k * stride;
+    Lanes right[COLUMNS];
+    for (int j = 0; j < COLUMNS; ++j) right[j] = at(x)[c + j];
+    for (int i = 0; i < ROWS; ++i) {
+      const Lanes left = all_of<Lanes>(x[r + i]);
+      for (int j = 0; j < COLUMNS; ++j) sum[i][j] += left * right[j];
+    }
+  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < COLUMNS; ++j) at(G + (r + i) * stride)[c + j] = sum[i][j];
+}
+
+// The same for one matrix, with vectors along the rows.
+inline void gram_rows(const Wrapped<double> &A, int stride, double *G, double *panel) {
+  const bool tall = A.m >= A.n;
+  const int p = tall ? A.n : A.m, q = tall ? A.m : A.n, vectors = stride / WIDTH;
+  for (int i = 0; i < p * stride; ++i) G[i] = 0;
+  for (int k = 0; k < q; k += PANEL) {
+    const int rows = q - k < PANEL ? q - k : PANEL;
+    if (tall) {
+      for (int i = 0; i < rows; ++i) {
+        for (int j = 0; j < p; ++j) panel[i * stride + j] = A.A[(long)(k + i) * A.n + j];
+        for (int j = p; j < stride; ++j) panel[i * stride + j] = 0;
+      }
+    } else {
+      for (int j = 0; j < p; ++j)
+        for (int i = 0; i < rows; ++i) panel[i * stride + j] = A.A[(long)j * A.n + k + i];
+      for (int i = 0; i < rows; ++i)
+        for (int j = p; j < stride; ++j) panel[i * stride + j] = 0;
+    }
+    for (int r = 0; r < p; r += 4) {
+      const int height = p - r < 4 ? p - r : 4;
+      for (int c = vectors_before(r); c < vectors; c += 2) {
+        const bool wide = c + 1 < vectors;
+        if (height == 4 && wide) {
+          add_tile<4, 2>(panel, rows, stride, r, c, G);
+        } else {
+          for (int i = 0; i < height; ++i)
+            for (int j = 0; j < (wide ? 2 : 1); ++j)
+              add_tile<1, 1>(panel, rows, stride, r + i, c + j, G);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < p; ++i)
+    for (int j = 0; j < i; ++j) G[i * stride + j] = G[j * stride + i];
+  for (int i = 0; i < p; ++i)
+    for (int j = p; j < stride; ++j) G[i * stride + j] = 0;
+}
+
+template <class S, class R> inline void gram(const Wrapped<R> &A, int stride, R *G, R *panel) {
+  if constexpr (S::along_rows)
+    gram_rows(A, stride, G, panel);
+  else
+    tiny_gram(A, G, panel);
+}
+
+}  // namespace
+}  // namespace pmaf

@@ -1,0 +1,125 @@
+// All kernels for one instruction set: compiled once for each, with PMAF_SET as its name.
+#include "ied.hpp"
+#include "less.hpp"
+
+namespace pmaf {
+namespace {
+
+// Up to this size the matrices of a batch go into the lanes of vectors, one in each.
+constexpr int TINY = 16;
+
+// Work is divided into pieces of about this many multiplications, whatever the number of threads.
+constexpr double PIECE = 2e4;
+
+// To wake another thread takes as long as this many multiplications.
+constexpr double WAKING = 4e5;
+
+template <class P> using Piece = long (*)(const P &, long, int, double *);
+
+template <class P> struct Job {
+  const P *problem;
+  Piece<P> piece;
+  long numbers, failed, many;
+  int lanes;
+};
+
+template <class P> void work(void *data, long item) {
+  Job<P> &job = *(Job<P> *)data;
+  double *space = workspace(job.numbers);
+  const long first = item * job.many, last = first + job.many;
+  long failed = 0;
+  for (long i = first; i < last && i < job.problem->batch; i += job.lanes) {
+    const long left = job.problem->batch - i;
+    failed += job.piece(*job.problem, i, left < job.lanes ? (int)left : job.lanes, space);
+  }
+  if (failed) __atomic_fetch_add(&job.failed, failed, __ATOMIC_RELAXED);
+}
+
+template <class P>
+long run(const P &problem, Piece<P> piece, int lanes, long numbers, double cost, int threads) {
+  long groups = (long)(PIECE / (cost * lanes));
+  groups = groups < 1 ? 1 : groups;
+  Job<P> job{&problem, piece, numbers * lanes, 0, groups * lanes, lanes};
+  const long items = (problem.batch + job.many - 1) / job.many;
+  for_each(items, cost * problem.batch > WAKING ? threads : 1, work<P>, &job);
+  return job.failed;
+}
+
+template <class S, class F> long forward_piece(const Forward &p, long i, int filled, double *space) {
+  return find_pairs<S, F>(p, i, filled, (typename S::Number *)space);
+}
+template <class S, class F>
+long backward_piece(const Backward &p, long i, int filled, double *space) {
+  return solve_complement<S, F>(p, i, filled, (typename S::Number *)space);
+}
+
+template <class S, class F> long forward_by(const Forward &p, int threads) {
+  const double n = p.n, cost = n * n * n + 20 * n * (1 + p.k);
+  return run<Forward>(p, forward_piece<S, F>, Kind<typename S::Number>::lanes,
+                      forward_space<S>(p.n, p.k), cost, threads);
+}
+template <class S, class F> long backward_by(const Backward &p, int threads) {
+  const double n = p.n, cost = n * n * n / 4 + 8 * n * n;
+  return run<Backward>(p, backward_piece<S, F>, Kind<typename S::Number>::lanes,
+                       backward_space<S>(p.n, p.k, p.rows), cost, threads);
+}
+
+template <class F> long forward(const Forward &p, int threads) {
+  if (p.n > TINY) return forward_by<Medium, F>(p, threads);
+  if (p.batch < 3) return forward_by<Tiny<0, double>, F>(p, threads);
+  switch (p.n) {
+    case 2: return forward_by<Tiny<2, Lanes>, F>(p, threads);
+    case 3: return forward_by<Tiny<3, Lanes>, F>(p, threads);
+    case 4: return forward_by<Tiny<4, Lanes>, F>(p, threads);
+    default: return forward_by<Tiny<0, Lanes>, F>(p, threads);
+  }
+}
+template <class F> long backward(const Backward &p, int threads) {
+  if (p.n > TINY) return backward_by<Medium, F>(p, threads);
+  if (p.batch < 3) return backward_by<Tiny<0, double>, F>(p, threads);
+  switch (p.n) {
+    case 2: return backward_by<Tiny<2, Lanes>, F>(p, threads);
+    case 3: return backward_by<Tiny<3, Lanes>, F>(p, threads);
+    case 4: return backward_by<Tiny<4, Lanes>, F>(p, threads);
+    default: return backward_by<Tiny<0, Lanes>, F>(p, threads);
+  }
+}
+
+template <class S> long least_squares_by(const LeastSquares &p, int threads) {
+  using R = typename S::Number;
+  const double q = p.m < p.n ? p.m : p.n, cost = 0.5 * p.m * q * p.n + q * q * q + 100 * q;
+  const Piece<LeastSquares> piece = [](const LeastSquares &p, long i, int filled, double *space) {
+    return find_minimum<S>(p, i, filled, (R *)space);
+  };
+  return run(p, piece, Kind<R>::lanes, less_space<S>(p.m, p.n), cost, threads);
+}
+template <class S> long least_squares_backward_by(const LeastSquaresBackward &p, int threads) {
+  using R = typename S::Number;
+  const double q = p.m < p.n ? p.m : p.n, cost = 0.5 * p.m * q * p.n + q * q * q / 4;
+  const Piece<LeastSquaresBackward> piece = [](const LeastSquaresBackward &p, long i, int filled,
+                                               double *space) {
+    return differentiate_minimum<S>(p, i, filled, (R *)space);
+  };
+  return run(p, piece, Kind<R>::lanes, less_backward_space<S>(p.m, p.n), cost, threads);
+}
+
+long least_squares(const LeastSquares &p, int threads) {
+  if (p.m > TINY && p.n > TINY) return least_squares_by<Medium>(p, threads);
+  if (p.batch < 3) return least_squares_by<Tiny<0, double>>(p, threads);
+  return least_squares_by<Tiny<0, Lanes>>(p, threads);
+}
+long least_squares_backward(const LeastSquaresBackward &p, int threads) {
+  if (p.m > TINY && p.n > TINY) return least_squares_backward_by<Medium>(p, threads);
+  if (p.batch < 3) return least_squares_backward_by<Tiny<0, double>>(p, threads);
+  return least_squares_backward_by<Tiny<0, Lanes>>(p, threads);
+}
+
+}  // namespace
+
+extern const Kernels PMAF_SET;
+const Kernels PMAF_SET = {{forward<float>, forward<double>},
+                          {backward<float>, backward<double>},
+                          least_squares,
+                          least_squares_backward};
+
+}  // namespace pmaf

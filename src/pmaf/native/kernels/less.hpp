@@ -1,0 +1,388 @@
+// The layer LESS: least squares on the unit sphere, and its gradients, for matrices of float.
+//
+// AᵀA in double precision has all digits of A. It is reduced to a tridiagonal matrix T, of which one
+// eigenpair is computed, the lowest: with it, every step of the secular equation takes O(n), in hard
+// cases too. For a wide A, AAᵀ takes the place of AᵀA, and the null space that of the lowest vector.
+#pragma once
+
+#include "api.hpp"
+#include "gram.hpp"
+
+namespace pmaf {
+namespace {
+
+constexpr double SINGLE = 1.1920928955078125e-07;  // eps of float
+constexpr double EQUAL = 8 * SINGLE;               // singular values that count as one, or as zero
+
+// T + shift·I, eliminated from both ends towards the row `twist`.
+//
+// If this is the row in which the lowest eigenvector is largest, a singularity of the matrix appears
+// in the last pivot alone, and the error of a solution is a multiple of that vector.
+template <class R> struct Twisted {
+  const Tridiagonal<R> &t;
+  R twist;
+  R *down, *up, *first, *second;  // reciprocals of the pivots, and right-hand sides
+  R shift, last;
+
+  void prepare(R by) {
+    const int n = t.n;
+    const R least = all_of<R>(PIVOT), one = all_of<R>(1);
+    shift = by;
+    down[0] = one / away_from_zero(t.d[0] + by, least);
+    for (int i = 1; i < n; ++i)
+      down[i] = one / away_from_zero(t.d[i] + by - t.e2[i - 1] * down[i - 1], least);
+    up[n - 1] = one / away_from_zero(t.d[n - 1] + by, least);
+    for (int i = n - 2; i >= 0; --i)
+      up[i] = one / away_from_zero(t.d[i] + by - t.e2[i] * up[i + 1], least);
+    last = one;
+    for (int i = 0; i < n; ++i) {
+      R pivot = t.d[i] + by;
+      if (i > 0) pivot -= t.e2[i - 1] * down[i - 1];
+      if (i + 1 < n) pivot -= t.e2[i] * up[i + 1];
+      last = choose(twist == all_of<R>(i), pivot, last);
+    }
+    last = one / choose(size_of(last) < t.unit, t.unit, last);
+  }
+
+  void solve(const R *c, R *x) const {
+    const int n = t.n;
+    R at_twist = c[0];
+    first[0] = c[0];
+    for (int i = 1; i < n; ++i) first[i] = c[i] - t.e[i - 1] * down[i - 1] * first[i - 1];
+    second[n - 1] = c[n - 1];
+    for (int i = n - 2; i >= 0; --i) second[i] = c[i] - t.e[i] * up[i + 1] * second[i + 1];
+    // Both eliminations have arrived at the row, and have its right-hand side in common.
+    for (int i = 0; i < n; ++i)
+      at_twist = choose(twist == all_of<R>(i), first[i] + second[i] - c[i], at_twist);
+    const R middle = at_twist * last;
+    for (int i = 0; i < n; ++i) x[i] = choose(twist == all_of<R>(i), middle, all_of<R>(0));
+    for (int i = n - 2; i >= 0; --i)
+      x[i] = choose(all_of<R>(i) < twist, (first[i] - t.e[i] * x[i + 1]) * down[i], x[i]);
+    for (int i = 1; i < n; ++i)
+      x[i] = choose(all_of<R>(i) > twist, (second[i] - t.e[i - 1] * x[i - 1]) * up[i], x[i]);
+  }
+};
+
+template <class R> inline void orthogonal_to(R *x, const R *y, int n) { add(x, -dot(x, y, n), y, n); }
+
+template <class S> inline long less_space(int m, int n) {
+  const long p = m < n ? m : n, stride = S::stride_of((int)p);
+  return (p + PANEL) * stride + 26 * stride + 4 * (long)(m + n) + 64 +
+         Wrapped<typename S::Number>::space(m, n);
+}
+
+template <class S>
+inline long find_minimum(const LeastSquares &problem, long from, int filled,
+                         typename S::Number *space) {
+  using R = typename S::Number;
+  constexpr int lanes = Kind<R>::lanes;
+  const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
+  const bool tall = m >= n;
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R *G = space, *panel = G + (long)p * stride, *vectors = panel + (long)PANEL * stride;
+  R *d = vectors, *e = d + stride, *e2 = e + stride, *tau = e2 + stride, *work = tau + stride,
+    *low_d = work + 5 * stride, *low_e = low_d + stride, *lowest = low_e + stride,
+    *c = lowest + stride, *x = c + stride, *w = x + stride, *image = w + stride,
+    *reference = image + stride, *b = reference + stride + 8, *u = b + m + 8, *other = u + n + 8;
+  Wrapped<R> A{problem.A + from * m * n, m, n, filled, other + n + 8};
+  A.interleave();
+  load_row<R, float>(problem.b + from * m, m, filled, m, b);
+  gram<S>(A, stride, G, panel);
+  for (int l = 0; l < lanes && l < filled && problem.gram; ++l)
+    for (int i = 0; i < p; ++i)
+      for (int j = 0; j < p; ++j)
+        problem.gram[((from + l) * p + i) * p + j] = ((const double *)G)[(i * stride + j) * lanes + l];
+  for (int i = 0; i < stride; ++i) c[i] = x[i] = w[i] = image[i] = lowest[i] = none;
+  // In these units the largest entry of the matrix is about one.
+  R largest = none;
+  for (int i = 0; i < p; ++i) largest = larger(largest, G[i * stride + i]);
+  R unit = one;
+  for (int l = 0; l < lanes; ++l) put(unit, l, power_of_two(get(largest, l)));
+  const R over = one / unit;
+  for (int i = 0; i < p * stride; ++i) G[i] *= over;
+  if (tall)
+    A.add_transposed(b, c);
+  else
+    for (int i = 0; i < m; ++i) c[i] = b[i];
+  const R length = root(dot(b, b, m));
+  R pull_scale = over;  // of Aᵀb, in units of AᵀA
+  if (tall)
+    for (int i = 0; i < p; ++i) c[i] *= pull_scale;
+  else
+    for (int i = 0; i < p; ++i) c[i] *= root(over);
+  S::reduce(G, p, stride, d, e, tau, work);
+  S::turn(G, p, stride, tau, c);
+  Tridiagonal<R> t{p, d, e, e2, {}, {}, {}};
+  t.prepare();
+  const R top = root(larger(t.high, none));  // at least the largest singular value
+  MaskOf<R> good = top == top;
+  R floor = none, along = none, twist = all_of<R>(p - 1);
+  if (tall) {
+    // The lowest eigenpair is the largest of −T.
+    for (int i = 0; i < p; ++i) {
+      low_d[i] = -d[i];
+      low_e[i] = i + 1 < p ? -e[i] : none;
+    }
+    Tridiagonal<R> turned{p, low_d, low_e, e2, {}, {}, {}};
+    R value = none;
+    good = both(good, largest_pairs(turned, 1, &value, lowest, stride, work));
+    floor = larger(-value, none);
+    const R s = root(floor);
+    const MaskOf<R> present = s > all_of<R>(EQUAL) * top;
+    // Only one singular value may count as the lowest.
+    const R next = s + all_of<R>(EQUAL) * top;
+    good = both(good, all_of<R>(p - 1.5) < count_above(t, next * next));
+    for (int i = 0; i < p; ++i) d[i] -= -value;
+    t.prepare();
+    R most = none;
+    for (int i = 0; i < p; ++i) {
+      const MaskOf<R> more = size_of(lowest[i]) > most;
+      most = choose(more, size_of(lowest[i]), most);
+      twist = choose(more, all_of<R>(i), twist);
+    }
+    along = choose(present, dot(c, lowest, p), none);
+    floor = choose(present, floor, none);
+    orthogonal_to(c, lowest, p);
+    orthogonal_to(c, lowest, p);
+  } else {
+    // No singular value may count as zero.
+    const R zero = all_of<R>(EQUAL) * top;
+    good = both(good, all_of<R>(p - 0.5) < count_above(t, zero * zero));
+  }
+  Twisted<R> system{t, twist, work, work + stride, work + 2 * stride, work + 3 * stride, none, one};
+  // ‖x‖² for a tall A, xᵀTx for a wide one, whose derivative is −2 times the other product.
+  auto squares = [&](R at, R &square, R &slope) {
+    system.prepare(at);
+    system.solve(c, x);
+    if (tall) orthogonal_to(x, lowest, p);
+    system.solve(x, w);
+    if (tall) {
+      orthogonal_to(w, lowest, p);
+      square = dot(x, x, p);
+      slope = dot(x, w, p);
+    } else {
+      square = slope = none;
+      for (int i = 0; i < p; ++i) {
+        R y = d[i] * x[i];
+        if (i > 0) y += e[i - 1] * x[i - 1];
+        if (i + 1 < p) y += e[i] * x[i + 1];
+        square += x[i] * y;
+        slope += w[i] * y;
+      }
+    }
+  };
+  R square, slope;
+  const R pull = size_of(along), noise = all_of<R>(EQUAL) * root(floor) * length * root(over);
+  squares(none, square, slope);
+  const MaskOf<R> tied = pull <= noise;
+  const MaskOf<R> hard = both(tied, square < one);
+  R whole = dot(c, c, p) + along * along;
+  if (!tall) {
+    whole = none;
+    for (int i = 0; i < p; ++i) {
+      R y = d[i] * c[i];
+      if (i > 0) y += e[i - 1] * c[i - 1];
+      if (i + 1 < p) y += e[i] * c[i + 1];
+      whole += c[i] * y;
+    }
+  }
+  R at = larger(larger(pull, root(larger(whole, none)) - t.high), all_of<R>(1e-290));
+  MaskOf<R> active = negate(hard);
+  for (int step = 0; step < 100 && any(active); ++step) {
+    squares(at, square, slope);
+    const R share = along / at;
+    square += share * share;
+    slope += share * share / at;
+    const R excess = root(square) - one;
+    // Newton's iterates increase from the left bound. The first that does not has reached rounding.
+    const R following = at + square * excess / slope;
+    active = both(active, both(following > at, excess > all_of<R>(1e-13)));
+    at = choose(active, following, at);
+  }
+  at = choose(hard, none, at);
+  squares(at, square, slope);
+  const R share = choose(hard, none, along / choose(hard, one, at));
+  const R rest = one - square - share * share;
+  good = both(good, either(hard, size_of(rest) < all_of<R>(1e-8)));
+  if (tall) add(x, share, lowest, p);
+  const R height = root(larger(choose(hard, one - square, none), none));
+  for (int i = p; i < stride; ++i) x[i] = none;
+  S::turn_back(G, p, stride, tau, x);
+  if (tall) {
+    for (int i = 0; i < n; ++i) u[i] = x[i];
+    if (any(hard)) {
+      S::turn_back(G, p, stride, tau, lowest);
+      add(u, height * sign_of(lowest, n, problem.second, 1.5e-8 * root((double)n)), lowest, n);
+    }
+  } else {
+    const R factor = root(over);
+    for (int i = 0; i < m; ++i) x[i] *= factor;
+    for (int j = 0; j < n; ++j) u[j] = none;
+    A.add_transposed(x, u);
+    if (any(hard)) {
+      // The projection of all ones onto the null space, or of another direction if that is zero.
+      system.prepare(none);
+      R least = none;
+      for (int pass = 0; pass < 2; ++pass) {
+        for (int i = 0; i < n; ++i)
+          other[i] = pass == 0 ? one : all_of<R>(problem.second[i]);
+        const R before = root(dot(other, other, n));
+        A.times(other, image);
+        for (int i = 0; i < m; ++i) image[i] *= factor;
+        for (int i = m; i < stride; ++i) image[i] = none;
+        S::turn(G, p, stride, tau, image);
+        system.solve(image, x);
+        for (int i = p; i < stride; ++i) x[i] = none;
+        S::turn_back(G, p, stride, tau, x);
+        for (int i = 0; i < m; ++i) x[i] *= -factor;
+        A.add_transposed(x, other);
+        const R size = root(dot(other, other, n));
+        const MaskOf<R> use =
+            both(both(hard, least == none), size > all_of<R>(1.5e-8) * before);
+        const R amount = choose(use, height / choose(use, size, one), none);
+        add(u, amount, other, n);
+        least = choose(use, size, least);
+      }
+      good = both(good, either(negate(hard), least > none));
+    }
+  }
+  const R scale = one / root(dot(u, u, n));
+  at = choose(at <= all_of<R>(1e-290), none, at);
+  long many = 0;
+  for (int l = 0; l < lanes && l < filled; ++l) {
+    float *to = problem.u + (from + l) * n;
+    for (int i = 0; i < n; ++i) to[i] = (float)(get(scale, l) * ((const double *)u)[i * lanes + l]);
+    problem.multiplier[from + l] = get((at - floor) * unit, l);
+    problem.gap[from + l] = get(at * unit, l);
+    const bool bad = !is_set(good, l);
+    if (problem.failed) problem.failed[from + l] = bad;
+    many += bad;
+  }
+  return many;
+}
+
+template <class S> inline long less_backward_space(int m, int n) {
+  const long p = m < n ? m : n, stride = S::stride_of((int)p);
+  return (2 * p + PANEL) * stride + 8 * stride + 8 * (long)(m + n) + 128 +
+         Wrapped<typename S::Number>::space(m, n);
+}
+
+// With r = Au − b and z the solution of P(AᵀA + μI)Pz = Pv, uᵀz = 0, the gradients are Az for b and
+// −(rzᵀ + (Az)uᵀ) for A. The system is solved by Cholesky's factorisation.
+template <class S>
+inline long differentiate_minimum(const LeastSquaresBackward &problem, long from, int filled,
+                                  typename S::Number *space) {
+  using R = typename S::Number;
+  constexpr int lanes = Kind<R>::lanes;
+  const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
+  const bool tall = m >= n;
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R *G = space, *K = G + (long)p * stride, *panel = K + (long)p * stride,
+    *inverse = panel + (long)PANEL * stride, *other = inverse + stride, *f = other + stride,
+    *g = f + stride, *h = g + stride, *b = h + stride + 8, *r = b + m + 8, *u = r + m + 8,
+    *v = u + n + 8, *z = v + n + 8, *q = z + n + 8, *w = q + n + 8, *image = w + n + 8;
+  Wrapped<R> A{problem.A + from * m * n, m, n, filled, image + m + 8};
+  A.interleave();
+  load_row<R, float>(problem.b + from * m, m, filled, m, b);
+  load_row<R, float>(problem.u + from * n, n, filled, n, u);
+  load_row<R, float>(problem.v + from * n, n, filled, n, v);
+  R mu;
+  load_row<R, double>(problem.multiplier + from, 1, filled, 1, &mu);
+  const R length = one / root(dot(u, u, n));
+  for (int i = 0; i < n; ++i) u[i] *= length;
+  orthogonal_to(v, u, n);
+  if (problem.gram) {
+    for (int i = 0; i < p; ++i) {
+      load_row<R, double>(problem.gram + (from * p + i) * p, (long)p * p, filled, p, G + i * stride);
+      for (int j = p; j < stride; ++j) G[i * stride + j] = none;
+    }
+  } else {
+    gram<S>(A, stride, G, panel);
+  }
+  R size = none;
+  for (int i = 0; i < p; ++i) size += G[i * stride + i];
+  size /= all_of<R>(p);
+  MaskOf<R> good = size == size;
+  const R least = all_of<R>(EQUAL * EQUAL);
+  if (tall) {
+    for (int i = 0; i < stride; ++i) inverse[i] = f[i] = g[i] = h[i] = none;
+    for (int i = 0; i < n; ++i) f[i] = u[i];
+    for (int i = 0; i < n; ++i) {
+      add(G + i * stride, size * f[i], f, p);
+      G[i * stride + i] += mu;
+    }
+    good = both(good, S::factor(G, p, stride, inverse));
+    for (int i = 0; i < n; ++i) g[i] = v[i], h[i] = u[i];
+    S::solve(G, p, stride, inverse, g);
+    S::solve(G, p, stride, inverse, h);
+    const R along = dot(h, f, p);
+    add(g, -dot(g, f, p) / along, h, p);
+    orthogonal_to(g, f, p);
+    for (int i = 0; i < n; ++i) z[i] = g[i];
+    // ‖K⁻¹z‖/‖z‖ shows how close to singular the system is where that matters.
+    S::solve(G, p, stride, inverse, g);
+    for (int i = 0; i < n; ++i) h[i] = z[i];
+    good = both(good, dot(g, g, p) * least * size * least * size <= dot(h, h, p));
+  } else {
+    // With f = (AAᵀ)⁻¹Ax, the part of x in the range of Aᵀ is Aᵀf; there the inverse of AᵀA + μI gives
+    // Aᵀ(AAᵀ + μI)⁻¹f. The rest is in the null space, where the inverse is 1/μ.
+    for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = none;
+    for (int i = 0; i < p * stride; ++i) K[i] = G[i];
+    for (int i = 0; i < p; ++i) K[i * stride + i] += mu;
+    good = both(good, S::factor(G, p, stride, inverse));
+    good = both(good, S::factor(K, p, stride, other));
+    const MaskOf<R> unique = mu > least * size;
+    auto split = [&](R *x, R *inside) {
+      A.times(x, f);
+      S::solve(G, p, stride, inverse, f);
+      for (int i = 0; i < m; ++i) g[i] = -f[i];
+      A.add_transposed(g, x);
+      S::solve(K, p, stride, other, f);
+      for (int j = 0; j < n; ++j) inside[j] = none;
+      A.add_transposed(f, inside);
+    };
+    for (int j = 0; j < n; ++j) w[j] = u[j];
+    split(v, z);  // v and w become their parts in the null space
+    split(w, q);
+    const R s_yy = dot(q, u, n), s_vy = dot(z, u, n), height = dot(w, w, n), pull = dot(v, w, n);
+    // If u is unique it is in the range of Aᵀ. Else all solutions of Au = b with its length are as
+    // good, and z is the shortest solution of its singular system.
+    const R over = one / choose(unique, mu, one), share = pull / choose(unique, one, height);
+    const R along = choose(unique, -s_vy / s_yy, -share);
+    const R outside = choose(unique, none, (s_yy * share - s_vy) / choose(unique, one, height));
+    good = both(good, either(unique, height > least));
+    for (int j = 0; j < n; ++j)
+      z[j] += along * q[j] + choose(unique, over * v[j], outside * w[j]);
+    orthogonal_to(z, u, n);
+  }
+  A.times(z, image);
+  A.times(u, r);
+  for (int i = 0; i < m; ++i) r[i] -= b[i];
+  long many = 0;
+  for (int l = 0; l < lanes && l < filled; ++l) {
+    const bool bad = !is_set(good, l);
+    if (problem.failed) problem.failed[from + l] = bad;
+    many += bad;
+    // One lane of z and u, without gaps, so that rows of the gradient are written as vectors.
+    double *zs = (double *)v, *us = zs + n;
+    for (int j = 0; j < n && lanes > 1; ++j) {
+      zs[j] = ((const double *)z)[j * lanes + l];
+      us[j] = ((const double *)u)[j * lanes + l];
+    }
+    if (lanes == 1) zs = (double *)z, us = (double *)u;
+    const double *is = (const double *)image + l, *rs = (const double *)r + l;
+    if (problem.db)
+      for (int i = 0; i < m; ++i) problem.db[(from + l) * m + i] = (float)is[i * lanes];
+    if (!problem.dA) continue;
+    float *to = problem.dA + (from + l) * m * n;
+    for (int i = 0; i < m; ++i) {
+      const double ri = -rs[i * lanes], ii = -is[i * lanes];
+      for (int j = 0; j < n; ++j)
+        to[(long)i * n + j] = (float)(ri * zs[j] + ii * us[j]);
+    }
+  }
+  return many;
+}
+
+}  // namespace
+}  // namespace pmaf

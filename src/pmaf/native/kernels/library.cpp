@@ -1,0 +1,176 @@
+// The functions that Python calls, the choice of an instruction set, and threads.
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "api.hpp"
+
+namespace pmaf {
+
+extern const Kernels baseline;
+#ifdef PMAF_X86
+extern const Kernels avx2, avx512;
+#endif
+
+namespace {
+
+const Kernels *chosen = &baseline;
+const char *chosen_name = "baseline";
+
+// A division of work into items, which any thread may take.
+struct Team {
+  long items;
+  void (*body)(void *, long);
+  void *data;
+  std::atomic<long> next{0}, done{0};
+
+  void join() {
+    for (long i = next++; i < items; i = next++) {
+      body(data, i);
+      ++done;
+    }
+  }
+};
+
+// Threads that help the one that calls a kernel.
+//
+// The caller waits for items that were taken, not for threads: on a machine with other work a thread
+// may get no core for milliseconds, and then the caller does everything itself. At the end of a
+// parallel region of OpenMP it would have to wait for every thread of the team.
+struct Helpers {
+  std::mutex mutex;
+  std::condition_variable called;
+  std::shared_ptr<Team> team;
+  long calls = 0;
+  int threads = 0;
+
+  void call(const std::shared_ptr<Team> &next, int wanted) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      team = next;
+      ++calls;
+      for (; threads < wanted; ++threads) std::thread([this] { help(); }).detach();
+    }
+    called.notify_all();
+  }
+
+  void help() {
+    long seen = 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      called.wait(lock, [&] { return calls != seen; });
+      seen = calls;
+      const std::shared_ptr<Team> mine = team;
+      lock.unlock();
+      mine->join();
+      lock.lock();
+    }
+  }
+};
+
+// Never deleted: its threads may be waiting when the process ends. A forked process has none of them.
+Helpers *helpers = nullptr;
+std::mutex making;
+
+Helpers &all_helpers() {
+  const std::lock_guard<std::mutex> lock(making);
+  if (!helpers) {
+    helpers = new Helpers;
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { helpers = nullptr; });
+    (void)registered;
+  }
+  return *helpers;
+}
+
+struct Memory {
+  double *start = nullptr;
+  long numbers = 0;
+  ~Memory() { std::free(start); }
+};
+
+}  // namespace
+
+void for_each(long items, int threads, void (*body)(void *, long), void *data) {
+  if (threads > items) threads = (int)items;
+  if (threads <= 1) {
+    for (long i = 0; i < items; ++i) body(data, i);
+    return;
+  }
+  const auto team = std::make_shared<Team>();
+  team->items = items, team->body = body, team->data = data;
+  all_helpers().call(team, threads - 1);
+  team->join();
+  while (team->done < items) std::this_thread::yield();
+}
+
+double *workspace(long numbers) {
+  thread_local Memory memory;
+  if (memory.numbers < numbers) {
+    std::free(memory.start);
+    const long bytes = (numbers * (long)sizeof(double) + 63) / 64 * 64;
+    memory.start = (double *)std::aligned_alloc(64, (size_t)bytes);
+    memory.numbers = memory.start ? numbers : 0;
+    if (!memory.start) std::abort();
+  }
+  return memory.start;
+}
+
+}  // namespace pmaf
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Changes with every change of the functions below.
+EXPORT int pmaf_version() { return 1; }
+
+// Chooses the instruction set: the best of the processor, or the one that is named.
+EXPORT const char *pmaf_choose(const char *name) {
+  using namespace pmaf;
+  chosen = &baseline;
+  chosen_name = "baseline";
+#ifdef PMAF_X86
+  const bool any = !*name;
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd");
+  if (has_avx2 && (any || !std::strcmp(name, "avx2"))) chosen = &avx2, chosen_name = "avx2";
+  if (has_avx512 && (any || !std::strcmp(name, "avx512"))) chosen = &avx512, chosen_name = "avx512";
+#endif
+  return chosen_name;
+}
+
+EXPORT long pmaf_ied_forward(const void *A, long batch, int n, int k, int is_double, double sign,
+                             const double *second, double tolerance, void *values, void *vectors,
+                             uint8_t *failed, int threads) {
+  const pmaf::Forward p{A, batch, n, k, sign, second, tolerance, values, vectors, failed};
+  return pmaf::chosen->forward[is_double](p, threads);
+}
+
+EXPORT long pmaf_ied_backward(const void *A, const void *y, const void *v, const void *shift,
+                              const void *d_values, long batch, int n, int k, int rows,
+                              int is_double, double sign, double equal, void *result,
+                              uint8_t *failed, int threads) {
+  const pmaf::Backward p{A, y, v, shift, d_values, batch, n, k, rows, sign, equal, result, failed};
+  return pmaf::chosen->backward[is_double](p, threads);
+}
+
+EXPORT long pmaf_less_forward(const float *A, const float *b, long batch, int m, int n,
+                              const double *second, float *u, double *multiplier, double *gap,
+                              double *gram, uint8_t *failed, int threads) {
+  const pmaf::LeastSquares p{A, b, batch, m, n, second, u, multiplier, gap, gram, failed};
+  return pmaf::chosen->least_squares(p, threads);
+}
+
+EXPORT long pmaf_less_backward(const float *A, const float *b, const float *u, const float *v,
+                               const double *multiplier, const double *gram, long batch, int m,
+                               int n, float *dA, float *db, uint8_t *failed, int threads) {
+  const pmaf::LeastSquaresBackward p{A, b, u, v, multiplier, gram, batch, m, n, dA, db, failed};
+  return pmaf::chosen->least_squares_backward(p, threads);
+}

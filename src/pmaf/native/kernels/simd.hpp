@@ -1,0 +1,117 @@
+// Numbers, and vectors of numbers, under one set of names.
+//
+// Every algorithm on tridiagonal or tiny matrices is written once, for a type R: with R = double it
+// works on one matrix, with R = Lanes on WIDTH matrices at a time, one in each lane.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__AVX512F__) || defined(__AVX__) || defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace pmaf {
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+constexpr int WIDTH = 8;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 4;
+#else
+constexpr int WIDTH = 2;
+#endif
+
+typedef double Lanes __attribute__((vector_size(8 * WIDTH)));
+typedef int64_t LaneMask __attribute__((vector_size(8 * WIDTH)));
+
+constexpr double EPS = 2.220446049250313e-16;
+
+template <class R> struct Kind;
+template <> struct Kind<double> {
+  using Mask = bool;
+  static constexpr int lanes = 1;
+};
+template <> struct Kind<Lanes> {
+  using Mask = LaneMask;
+  static constexpr int lanes = WIDTH;
+};
+template <class R> using MaskOf = typename Kind<R>::Mask;
+
+inline double choose(bool m, double a, double b) { return m ? a : b; }
+inline Lanes choose(LaneMask m, Lanes a, Lanes b) {
+#if defined(__AVX2__)
+  return (Lanes)((m & (LaneMask)a) | (~m & (LaneMask)b));
+#elif defined(__SSE2__)
+  // Written out, because GCC 12 fails to compile the general form for SSE2.
+  return (Lanes)_mm_or_pd(_mm_and_pd((__m128d)m, (__m128d)a), _mm_andnot_pd((__m128d)m, (__m128d)b));
+#else
+  return (Lanes)((m & (LaneMask)a) | (~m & (LaneMask)b));
+#endif
+}
+inline double root(double x) { return __builtin_sqrt(x); }
+inline Lanes root(Lanes x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  return (Lanes)_mm512_sqrt_pd((__m512d)x);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_sqrt_pd((__m256d)x);
+#else
+  Lanes r;
+  for (int i = 0; i < WIDTH; ++i) r[i] = __builtin_sqrt(x[i]);
+  return r;
+#endif
+}
+inline bool any(bool m) { return m; }
+inline bool any(LaneMask m) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  return _mm512_movepi64_mask((__m512i)m) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_pd((__m256d)m) != 0;
+#else
+  for (int i = 0; i < WIDTH; ++i)
+    if (m[i]) return true;
+  return false;
+#endif
+}
+inline bool both(bool a, bool b) { return a && b; }
+inline LaneMask both(LaneMask a, LaneMask b) { return a & b; }
+inline bool either(bool a, bool b) { return a || b; }
+inline LaneMask either(LaneMask a, LaneMask b) { return a | b; }
+inline bool negate(bool a) { return !a; }
+inline LaneMask negate(LaneMask a) { return ~a; }
+
+template <class R> inline R all_of(double x) { return x - R{}; }
+template <class R> inline R size_of(R x) { return choose(x < all_of<R>(0), -x, x); }
+template <class R> inline R larger(R a, R b) { return choose(a > b, a, b); }
+template <class R> inline R smaller(R a, R b) { return choose(a < b, a, b); }
+inline double get(double x, int) { return x; }
+inline double get(Lanes x, int i) { return x[i]; }
+inline void put(double &x, int, double value) { x = value; }
+inline void put(Lanes &x, int i, double value) { x[i] = value; }
+inline bool is_set(bool m, int) { return m; }
+inline bool is_set(LaneMask m, int i) { return m[i] != 0; }
+
+inline double total(Lanes x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  const __m256d half = _mm256_add_pd(_mm512_castpd512_pd256((__m512d)x),
+                                     _mm512_extractf64x4_pd((__m512d)x, 1));
+#elif defined(__AVX2__)
+  const __m256d half = (__m256d)x;
+#endif
+#if defined(__AVX2__)
+  const __m128d pair = _mm_add_pd(_mm256_castpd256_pd128(half), _mm256_extractf128_pd(half, 1));
+  return pair[0] + pair[1];
+#else
+  double sum = 0;
+  for (int i = 0; i < WIDTH; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+// A divisor of at least `least`; one that is smaller becomes −least, as in Sturm counts of LAPACK.
+template <class R> inline R away_from_zero(R q, R least) {
+  return choose(size_of(q) < least, -least, q);
+}
+
+}  // namespace
+}  // namespace pmaf

@@ -1,0 +1,187 @@
+// Eigenvalues and eigenvectors of symmetric tridiagonal matrices, with certificates.
+//
+// T has the diagonal d[0..n-1] and e[i] beside d[i] and d[i+1]. Its norm has to be of the order of
+// one, so that nothing over- or underflows.
+#pragma once
+
+#include "simd.hpp"
+
+namespace pmaf {
+namespace {
+
+constexpr double PIVOT = 1e-30;  // the smallest divisor, far below the rounding of T
+
+template <class R> struct Tridiagonal {
+  int n;
+  R *d, *e, *e2;  // e2 holds the squares of e
+  R low, high;    // bounds of the spectrum, by Gershgorin
+  R unit;         // rounding error of an eigenvalue
+
+  void prepare() {
+    const R none = all_of<R>(0);
+    low = high = d[0];
+    for (int i = 0; i < n; ++i) {
+      const R radius = (i > 0 ? size_of(e[i - 1]) : none) + (i + 1 < n ? size_of(e[i]) : none);
+      low = smaller(low, d[i] - radius);
+      high = larger(high, d[i] + radius);
+      if (i + 1 < n) e2[i] = e[i] * e[i];
+    }
+    unit = all_of<R>(2 * EPS) * larger(size_of(low), size_of(high)) + all_of<R>(10 * PIVOT);
+    low -= unit;
+    high += unit;
+  }
+};
+
+// The logarithmic derivatives of det(xI − T) and how many eigenvalues are above x.
+template <class R> struct Evaluation {
+  R count, first, second;  // Σ1/(x − λ) and Σ1/(x − λ)², where the λ are the eigenvalues
+};
+
+template <class R> inline Evaluation<R> evaluate(const Tridiagonal<R> &t, R x) {
+  const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
+  R q = away_from_zero(x - t.d[0], least), r = one / q, f = r, g = none;
+  Evaluation<R> found{choose(q < none, one, none), f, f * f};
+  for (int i = 1; i < t.n; ++i) {
+    const R b = t.e2[i - 1] * r;
+    q = away_from_zero((x - t.d[i]) - b, least);
+    r = one / q;
+    g = b * (g - (f + f) * f) * r;
+    f = (one + b * f) * r;
+    found.first += f;
+    found.second += f * f - g;
+    found.count += choose(q < none, one, none);
+  }
+  return found;
+}
+
+// The number of eigenvalues above x.
+template <class R> inline R count_above(const Tridiagonal<R> &t, R x) {
+  const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
+  R q = away_from_zero(x - t.d[0], least), count = choose(q < none, one, none);
+  for (int i = 1; i < t.n; ++i) {
+    q = away_from_zero((x - t.d[i]) - t.e2[i - 1] / q, least);
+    count += choose(q < none, one, none);
+  }
+  return count;
+}
+
+// The k largest eigenvalues, descending.
+//
+// Laguerre's method, started between two zeros of a polynomial with real zeros or outside of all,
+// goes monotonically to the next zero, up or down, and converges cubically to a simple one. To divide
+// by the zeros that are known leads to the others. Sturm counts at the iterates say in which
+// direction the eigenvalue is, and make a bracket: the method ends when that is as narrow as
+// rounding, which proves the result. Each step goes too far by `width`, so that at convergence it
+// ends on the other side and completes the bracket. Where more than one unknown eigenvalue is above
+// the iterate, the bracket is bisected.
+template <class R> inline void largest_values(const Tridiagonal<R> &t, int k, R *values) {
+  const R one = all_of<R>(1), none = all_of<R>(0), half = all_of<R>(0.5);
+  const R width = t.unit, narrow = width * all_of<R>(4);
+  R high = t.high, x = high;
+  for (int j = 0; j < k; ++j) {
+    const R degree = all_of<R>(t.n - j), less = degree - one;
+    const R limit = all_of<R>(j + 0.5), more = all_of<R>(j + 1.5);
+    R low = t.low;
+    MaskOf<R> active = high - low > narrow;
+    for (int step = 0; step < 160 && any(active); ++step) {
+      Evaluation<R> at = evaluate(t, x);
+      for (int i = 0; i < j; ++i) {
+        const R inverse = one / away_from_zero(x - values[i], all_of<R>(PIVOT));
+        at.first -= inverse;
+        at.second -= inverse * inverse;
+      }
+      const MaskOf<R> above = at.count < limit;
+      high = choose(both(active, both(above, x < high)), x, high);
+      low = choose(both(active, both(negate(above), x > low)), x, low);
+      const R square = root(larger(less * (degree * at.second - at.first * at.first), none));
+      const R divisor = choose(above, at.first + square, square - at.first);
+      const R move = degree / divisor + width;
+      R next = choose(above, x - move, x + move);
+      const MaskOf<R> inside = both(both(next > low, next < high), at.count < more);
+      next = choose(both(inside, divisor > none), next, half * (low + high));
+      active = both(active, high - low > narrow);
+      x = choose(active, next, x);
+    }
+    values[j] = half * (low + high);
+    // Near a zero that is divided out, the difference would have no digits.
+    x = values[j] - all_of<R>(1e-3) * (t.high - t.low);
+  }
+}
+
+// The eigenvector of `value` by a twisted factorisation (Fernando; Parlett and Dhillon).
+//
+// Factorisations of λI − T from both ends meet in the row where the pivot γ is smallest. Returns the
+// residual |γ|/‖z‖ of the unit vector z, and replaces the value by zᵀTz = λ − γ/‖z‖². `work` holds
+// 2n numbers.
+template <class R> inline R eigenvector(const Tridiagonal<R> &t, R &value, R *z, R *work) {
+  const int n = t.n;
+  const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
+  R *down = work, *up = work + n;  // reciprocals of the pivots
+  R q = away_from_zero(value - t.d[0], least);
+  down[0] = one / q;
+  for (int i = 1; i < n; ++i) {
+    q = away_from_zero((value - t.d[i]) - t.e2[i - 1] * down[i - 1], least);
+    down[i] = one / q;
+  }
+  R best = q, twist = all_of<R>(n - 1);
+  q = away_from_zero(value - t.d[n - 1], least);
+  up[n - 1] = one / q;
+  for (int i = n - 2; i >= 0; --i) {
+    const R rest = (value - t.d[i]) - t.e2[i] * up[i + 1];
+    const R pivot = i > 0 ? rest - t.e2[i - 1] * down[i - 1] : rest;
+    const MaskOf<R> smallest = size_of(pivot) < size_of(best);
+    best = choose(smallest, pivot, best);
+    twist = choose(smallest, all_of<R>(i), twist);
+    up[i] = one / away_from_zero(rest, least);
+  }
+  for (int i = 0; i < n; ++i) z[i] = choose(twist == all_of<R>(i), one, none);
+  for (int i = n - 2; i >= 0; --i)
+    z[i] = choose(all_of<R>(i) < twist, t.e[i] * z[i + 1] * down[i], z[i]);
+  for (int i = 1; i < n; ++i)
+    z[i] = choose(all_of<R>(i) > twist, t.e[i - 1] * z[i - 1] * up[i], z[i]);
+  R square = none;
+  for (int i = 0; i < n; ++i) square += z[i] * z[i];
+  const R length = root(square), inverse = one / length;
+  for (int i = 0; i < n; ++i) z[i] *= inverse;
+  value -= best * inverse * inverse;
+  return size_of(best) * inverse;
+}
+
+// Orthogonalises row j against the rows before it, twice; false in lanes where it depends on them.
+template <class R> inline MaskOf<R> orthogonalise(R *rows, int j, int n, int stride) {
+  R *z = rows + j * stride;
+  R length = all_of<R>(1);
+  MaskOf<R> good = length > all_of<R>(0);
+  for (int pass = 0; pass < 2 && j > 0; ++pass) {
+    for (int i = 0; i < j; ++i) {
+      const R *y = rows + i * stride;
+      R along = all_of<R>(0);
+      for (int l = 0; l < n; ++l) along += y[l] * z[l];
+      for (int l = 0; l < n; ++l) z[l] -= along * y[l];
+    }
+    R square = all_of<R>(0);
+    for (int l = 0; l < n; ++l) square += z[l] * z[l];
+    length = root(square);
+    if (pass == 0) good = length > all_of<R>(0.7);
+    const R inverse = all_of<R>(1) / length;
+    for (int l = 0; l < n; ++l) z[l] *= inverse;
+  }
+  return good;
+}
+
+// The k largest eigenpairs; rows z + j·stride. Returns where they have a proof and small residuals.
+template <class R>
+inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int stride, R *work) {
+  t.prepare();
+  largest_values(t, k, values);
+  MaskOf<R> good = t.high == t.high;
+  for (int j = 0; j < k; ++j) {
+    const R residual = eigenvector(t, values[j], rows + j * stride, work);
+    good = both(good, residual <= all_of<R>(8) * t.unit);
+    good = both(good, orthogonalise(rows, j, t.n, stride));
+  }
+  return good;
+}
+
+}  // namespace
+}  // namespace pmaf
