@@ -38,7 +38,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor
+from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -261,6 +261,19 @@ class Problem(Named):
         state = state._replace(shift=state.shift.unsqueeze(-1))
         return self.conditions(tensors, y, state).gradients(rule, v, d_multiplier, needs)
 
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kind: type[Kept],
+        kept: Sequence[Tensor | None],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        """The result of `gradients` by compiled kernels, None where there are none for it."""
+        return None
+
     def forward_solver(self, solver: Solver) -> Solver:
         """The solver to use in forward mode, where Newton's steps are taken in an eigenbasis."""
         return SECULAR if solver.keeps(self) is Factor else solver
@@ -288,7 +301,9 @@ class Problem(Named):
 
     # From the problem to its solution.
 
-    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         """The problem as solvers take it, a start, and a function from outcomes to solutions.
 
         Solvers compute in float32 or float64, and on the unit sphere only. This conversion is
@@ -363,7 +378,7 @@ class Problem(Named):
             return self._empty()
         try:
             with OneThread(self.matrix):
-                problem, start, finish = self.reduced(init)
+                problem, start, finish = self.reduced(init, solver)
                 return finish(problem._run(solver, gradient, start, report, throw))
         except OutOfRangeError as found:
             unit = found.unit
@@ -408,7 +423,7 @@ class Problem(Named):
             raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
         mesh = ranks.mesh_of(*self.flat)
         start = None if init is None else ranks.whole(init)
-        problem, start, finish = self.reduced(start)
+        problem, start, finish = self.reduced(start, solver)
         try:
             outcome, backward = attach_products(problem, start, solver, throw)
         except OutOfRangeError as found:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.gradients import Gradient
+from pmaf.gradients import Gradient, Implicit
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.text import decode, encode
@@ -39,29 +39,11 @@ def attach(
     aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
     # In a trace no argument may contain tensors.
     posed = problem if aside is not None else problem.bare()
-    apply: Any = Solve.apply if aside is None else _apply_plainly
+    apply = Solve.apply if aside is None else _apply_plainly
     found = apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside)
     if aside:
         return aside[0]._replace(value=found[0], multiplier=found[1])
     return Outcome.of(found[:6])
-
-
-def attach_found(
-    outcome: Outcome, A: Tensor, problem: Any, solver: Solver, gradient: Gradient
-) -> tuple[Tensor, Tensor]:
-    """Attach a gradient to an outcome for `A`, in eager mode; `problem` is without `A`."""
-    return _apply_plainly(A, None, None, problem, solver, gradient, False, False, [outcome])
-
-
-def _apply_plainly(*arguments: Any) -> Any:
-    """`Solve.apply` for a call that is neither traced nor transformed.
-
-    `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and
-    looks for the wrappers of transforms. Here both are unnecessary, and take as long as the
-    decomposition of a small matrix. So this calls the method of the base class of `Function`.
-    """
-    base: Any = super(torch.autograd.Function, Solve)
-    return base.apply(*arguments)
 
 
 def solve_opaquely(
@@ -230,6 +212,8 @@ class Solve(torch.autograd.Function):
             ctx.doubtful = found.converged.logical_not() if solver.matrix_free else None
         else:
             found = _outcome(ctx.problem, solver, output)
+        # Compiled kernels differentiate once, by the implicit rule, in eager mode.
+        ctx.compiled = aside is not None and isinstance(ctx.gradient, Implicit)
         ctx.kind = type(found.kept)
         kept = (*found.kept, None, None)[:2]
         ctx.save_for_backward(first, second, output[0], output[1], found.gap, *kept)
@@ -243,8 +227,14 @@ class Solve(torch.autograd.Function):
             warn_of_gradient(ctx.doubtful)
         first, second, y, multiplier, gap, *kept = ctx.saved_tensors
         tensors, problem = _given(first, second), ctx.problem
-        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
         needs = ctx.needs_input_grad[: len(tensors)]
+        if ctx.compiled and not torch.is_grad_enabled():
+            incoming = d_multiplier if v is None else v
+            if incoming is not None and plain(incoming):
+                found = problem.first_gradients(tensors, y, ctx.kind, kept, v, d_multiplier, needs)
+                if found is not None:
+                    return *found, *(None,) * (9 - len(found))
+        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
         with full_precision(first.device), OneThread(first):
             found = problem.gradients(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
         summed = (
@@ -252,6 +242,42 @@ class Solve(torch.autograd.Function):
             for dx, x in zip(found, tensors)
         )
         return *(*summed, None)[:2], *(None,) * 7
+
+
+class Found(torch.autograd.Function):
+    """A solution of one tensor that compiled kernels have found already, in eager mode.
+
+    Its derivative is that of `Solve`, in fewer steps: for a small matrix these take most time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, found: tuple[Tensor, Tensor], problem: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(A, *found)
+        ctx.problem, ctx.differentiate = problem, problem.differentiate
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
+        A, y, multiplier = ctx.saved_tensors
+        incoming = d_multiplier if v is None else v
+        if incoming is None:
+            return None, None, None
+        if not torch.is_grad_enabled() and plain(incoming):
+            dA = ctx.differentiate(A, y, v, d_multiplier)
+            if dA is not None:
+                return dA, None, None
+        state = State(multiplier, multiplier.new_full(A.shape[:-2], torch.nan), NOTHING)
+        with full_precision(A.device):
+            (dA,) = ctx.problem.gradients((A,), y, state, Implicit(), v, d_multiplier, (True,))
+        return dA, None, None
+
+
+# `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
+# for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
+# decomposition of a small matrix. So these are the methods of the base class of `Function`.
+_apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
+attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
 
 
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:

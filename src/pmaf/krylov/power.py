@@ -7,7 +7,6 @@ of positive entries a positive eigenvector is a proof, too.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -102,13 +101,10 @@ class Start(NamedTuple):
     before: float  # estimate of the relative residual before these steps
 
 
-def dominant_of_sum(A: Tensor, flat: bool, tolerance: float) -> Dominant | None:
+def dominant_of_sum(A: Tensor, tolerance: float) -> Dominant | None:
     """Dominant eigenpairs of `½(A + Aᵀ)`, for matrices small enough for `A + Aᵀ` to be formed.
 
     The matrices are divided by their Frobenius norms, so that no step has to be normalised.
-
-    Args:
-        flat: whether each matrix is close to a constant one, so that all ones is a good start.
     """
     n = A.shape[-1]
     matrix = A + A.mT
@@ -118,12 +114,11 @@ def dominant_of_sum(A: Tensor, flat: bool, tolerance: float) -> Dominant | None:
     def product(x: Tensor) -> Tensor:
         return torch.bmm(x, matrix)
 
-    ones, random = _starts(n, A.dtype, A.device)
-    y = (ones if flat else random).expand(len(A), 1, n)
+    y = fixed_rows(n, A.dtype, A.device)[:1].expand(len(A), 1, n)
     for _ in range(_FIRST):
         y = torch.bmm(y, matrix)
     # A pseudorandom unit vector has a component of about n^-½ along the eigenvector.
-    start = Start(y, None, _FIRST, 1.0 if flat else n**0.5)
+    start = Start(y, None, _FIRST, n**0.5)
     found = dominant(product, product, start, tolerance, True)
     if found is None or not float(size.amin()) > square_range(A.dtype)[0]:
         return None
@@ -133,14 +128,6 @@ def dominant_of_sum(A: Tensor, flat: bool, tolerance: float) -> Dominant | None:
 
 # Products before the first check of convergence.
 _FIRST = 3
-
-
-@functools.lru_cache(maxsize=64)
-def _starts(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A row of ones and a pseudorandom row, `(1, 1, n)`."""
-    with torch.inference_mode(False):  # autograd refuses inference tensors
-        ones = torch.ones(1, 1, n, dtype=dtype, device=device)
-        return ones, fixed_rows(n, dtype, device)[:1].unsqueeze(0)
 
 
 def longest_row(matrix: Tensor, product: Callable[[Tensor], Tensor]) -> Start:

@@ -11,31 +11,32 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pmaf import errors
+from pmaf import errors, native
 from pmaf.autograd.attach import attach_found
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, eigenvector_gradients
-from pmaf.gradients.eigenvectors import EigenConditions, general_newton, symmetric_newton
+from pmaf.gradients.eigenvectors import (
+    EigenConditions,
+    general_newton,
+    symmetric_newton,
+)
 from pmaf.linalg import sphere
-from pmaf.linalg.eigh import eigh
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import DECOMPOSED, blame_range, merge_tolerance, require_range
-from pmaf.linalg.symmetric_part import FORM_TO
+from pmaf.linalg.roundings import blame_range, merge_tolerance, require_range
 from pmaf.operators.base import Operator, as_operator, known_by_products
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.runtime.ranks import whole
-from pmaf.runtime.threads import OneThread
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Auto, Solver
-from pmaf.solvers.adaptive import Adaptive, rate_of_steps
-from pmaf.solvers.auto import best_eigenvectors
+from pmaf.solvers import Auto, Reduction, Solver
+from pmaf.solvers.auto import DENSE, best_eigenvectors, is_reduced
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Decomposition
+from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import Kept, Nothing
 
 
 class Eigenpairs(NamedTuple):
@@ -162,6 +163,30 @@ class PrincipalEigenvectors(Problem):
             self, value
         )
 
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kind: type[Kept],
+        kept: Sequence[Tensor | None],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        (A,), k = tensors, self.width
+        small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
+        if not (kind is Nothing and small and self.symmetric and native.takes(A)):
+            return None
+        dA = self.differentiate(A, y.contiguous(), v, d_multiplier)
+        return None if dA is None else (dA,)
+
+    def differentiate(
+        self, A: Tensor, y: Tensor, v: Tensor | None, d_multiplier: Tensor | None
+    ) -> Tensor | None:
+        """The gradient of `A` by compiled kernels, None where they fail."""
+        took("tangent: compiled")
+        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest)
+
     def gradients(
         self,
         tensors: tuple[Tensor, ...],
@@ -177,8 +202,16 @@ class PrincipalEigenvectors(Problem):
             v = None if v is None else v.unsqueeze(-2)
             d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
         (A,) = tensors
+        if not self.largest:  # the largest of −A
+            A, state = -A, state._replace(shift=-state.shift)
+            d_multiplier = None if d_multiplier is None else -d_multiplier
         conditions = EigenConditions(A, y, state.shift, d_multiplier, self.symmetric, state)
-        return (conditions.gradients(rule, v),)
+        dA = conditions.gradients(rule, v)
+        return (dA if self.largest else -dA,)
+
+    def forward_solver(self, solver: Solver) -> Solver:
+        # Newton's steps need all eigenvectors.
+        return DENSE if isinstance(solver, Reduction) else solver
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
@@ -199,13 +232,15 @@ class PrincipalEigenvectors(Problem):
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return eigenvector_gradients(self, given)
 
-    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         if init is not None and self.dims_of(init) == 1:
             init = init.unsqueeze(-1)
         if isinstance(self.A, Operator) and self.reference is not None:
             # Every rank checks the whole reference, so that all ranks raise the error or none.
             errors.require_finite(reference=(ranks.whole(self.reference), 1))
-        problem, init, _ = super().reduced(init)
+        problem, init, _ = super().reduced(init, solver)
         if not (self.largest and self.descending and self.reference is None):
             # The smallest eigenvalues are the largest of −A, in the opposite order.
             A = problem.A if self.largest else -problem.A
@@ -317,8 +352,18 @@ class PrincipalEigenvectors(Problem):
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
-_AUTO, _IMPLICIT, _ADAPTIVE = Auto(), Implicit(), Adaptive()
-_BARE = PrincipalEigenvectors.read({"largest": True, "symmetric": True, "descending": True})
+_AUTO, _IMPLICIT = Auto(), Implicit()
+
+
+# The kernels factor the matrix once for each vector.
+_COMPILED_VECTORS = 32
+
+
+@functools.lru_cache(maxsize=64)
+def _bare(k: int | None, largest: bool) -> Any:
+    """The problem of a default call, without its matrix."""
+    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest}
+    return PrincipalEigenvectors.read(options)
 
 
 def _default_signs(rows: Tensor) -> Tensor:
@@ -354,61 +399,25 @@ def _known_references(
         return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
 
 
-def _is_small(A: Tensor) -> bool:
-    """Whether `A` is a plain batch of small square matrices, for which calls take most time."""
-    return (
-        plain(A)
-        and A.dim() >= 2
-        and A.shape[-1] == A.shape[-2] <= FORM_TO
-        and A.numel() > 0
-        and A.dtype in (torch.float32, torch.float64)
-        and A.is_cpu
-        and A.layout == torch.strided
-        and not torch.is_autocast_enabled("cpu")
-        and not forward_mode(A)
-    )
-
-
-def _small(A: Tensor) -> tuple[Tensor, Tensor] | None:
+def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """The forward pass of the default call, without the objects in between.
 
-    It takes the same steps as `Adaptive` for one vector, and keeps the same results for the common
-    backward pass. Returns the vectors and the values; None where the common forward pass is needed:
-    for a Krylov space, and for entries out of range or not finite.
+    It calls the kernels that `Reduction` calls; the backward pass is the common one. Returns None
+    where the common forward pass is needed: for other tensors, and for entries that the kernels do
+    not solve, or that are not finite.
     """
-    if _ADAPTIVE.takes_krylov(A.numel(), A.shape[-1], 1):
+    shape = A.shape
+    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
-    recorded = A.requires_grad and torch.is_grad_enabled()
-    with torch.no_grad(), OneThread(A):
-        n, batch = A.shape[-1], A.shape[:-2]
-        flat = A if A.dim() == 3 else A.reshape(-1, n, n)
-        steps = _ADAPTIVE.power(flat, DECOMPOSED * torch.finfo(A.dtype).eps)
-        if steps is not None:
-            took("ied: power steps")
-            y, value = steps.rows.reshape(A.shape[:-1]), steps.values.reshape(batch).clone()
-            kept = rate_of_steps(steps, batch)
-        else:
-            took("ied: decomposition")
-            try:
-                values, vectors = eigh(symmetric_part(A))
-            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                return None
-            if not math.isfinite(float(values.sum())):
-                return None
-            y, value = vectors.select(-1, -1), values.select(-1, -1).clone()
-            kept = Decomposition(vectors.mT, values)
-        y = y * _default_signs(y).unsqueeze(-1)
-        # There is no report, so that the fields of a report are placeholders.
-        outcome = Outcome(y, value, value, _unknown(A.dtype), value, value, kept)
-        if not recorded:
-            return y, value
-    return attach_found(outcome, A, _BARE, _ADAPTIVE, _IMPLICIT)
-
-
-@functools.lru_cache(maxsize=4)
-def _unknown(dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), torch.nan, dtype=dtype, device="cpu")
+    values, rows, failed = native.largest_pairs(A, k, largest)
+    if failed is not None:
+        return None
+    took("ied: reduction")
+    if A.requires_grad and torch.is_grad_enabled():
+        rows, values = attach_found(A, (rows, values), _bare(k, largest))
+    # A new tensor, not a view: a user may write into what a layer returns.
+    return Eigenpairs(values, rows if k is None else rows.mT.contiguous())
 
 
 def ied(
@@ -456,20 +465,18 @@ def ied(
     (tensor(3.), tensor([1., 0., 0., 0.]))
     """
     if (
-        k is None
-        and symmetric
+        symmetric
+        and (k is None or (k > 0 and (k == 1 or descending == largest)))
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
         and init is None
         and generator is None
         and isinstance(A, Tensor)
-        and _is_small(A)
     ):
-        found = _small(A if largest else -A)
+        found = _small(A, k, largest)
         if found is not None:
-            vectors, values = found
-            return Eigenpairs(values if largest else -values, vectors)
+            return found
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
     if generator is not None and init is None:
         shape = (problem.n, problem.width)

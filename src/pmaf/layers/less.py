@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pmaf import errors
+from pmaf import errors, native
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.minimum import LeastSquaresConditions
@@ -18,12 +18,14 @@ from pmaf.linalg.products import dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators.base import Operator, as_operator, known_by_products
 from pmaf.problem import Problem, as_solution, in_dtype
+from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import best_least_squares
+from pmaf.solvers.auto import SECULAR, best_least_squares
 from pmaf.solvers.base import LeastSquares, Outcome
 from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import Exact, Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +132,67 @@ class SphereLeastSquares(Problem):
         errors.require_vector("value", value, "n")
         return super().certify(value)
 
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kind: type[Kept],
+        kept: Sequence[Tensor | None],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        (A, b), (multiplier, gram) = tensors, kept
+        if kind is not Exact or d_multiplier is not None or A.shape[:-2] != b.shape[:-1]:
+            return None
+        assert v is not None
+        assert multiplier is not None
+        took("tangent: compiled")
+        return native.least_squares_gradient(A, b, y, v, multiplier, gram, needs)
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        if isinstance(state.kept, Exact):
+            return self._other_gradients(tensors, y, state, rule, v, d_multiplier, needs)
+        return super().gradients(tensors, y, state, rule, v, d_multiplier, needs)
+
+    def _other_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """Higher derivatives, and those of the multiplier, after a solve by compiled kernels.
+
+        They need an eigenbasis, and units in which squares are in the range of the dtype.
+        """
+        scaled: Any = torch.func.vjp(lambda A, b: in_range(A, b, 1.0)[:2], *tensors)
+        (A, b), pull = scaled
+        _, _, exponents = in_range(tensors[0].detach(), tensors[1].detach(), 1.0)
+        shift = state.shift
+        if exponents is not None:
+            shift = times_power(shift, -exponents)
+            d_multiplier = None if d_multiplier is None else times_power(d_multiplier, exponents)
+        fixed = self.with_tensors(A.detach(), b.detach())
+        basis = SECULAR.solve(fixed, init=y.detach(), report=False)
+        state = State(shift, basis.gap, basis.kept)
+        found = super().gradients((A, b), y, state, rule, v, d_multiplier, needs)
+        zeros = (torch.zeros_like(x) if dx is None else dx for x, dx in zip((A, b), found))
+        whole = pull(tuple(dx.sum_to_size(x.shape) for dx, x in zip(zeros, (A, b))))
+        return tuple(None if dx is None else x for x, dx in zip(whole, found))
+
     def conditions(
         self, tensors: tuple[Tensor, ...], y: Tensor, state: State
     ) -> LeastSquaresConditions:
@@ -138,8 +201,10 @@ class SphereLeastSquares(Problem):
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return least_squares_gradients(self, given)
 
-    def reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        problem, init, _ = super().reduced(init)
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        problem, init, _ = super().reduced(init, solver)
         A, b, exponents = problem.A, problem.b, None
         # On the sphere of radius ρ, u = ρw with w the solution for (A, b/ρ) on the unit sphere;
         # multiplier and gap are the same. So solvers work on the unit sphere only.
@@ -147,7 +212,10 @@ class SphereLeastSquares(Problem):
             b = b.expand(*self.batch_shape, -1)
             b = b if self.radius == 1 else b / self.radius
         else:
-            A, b, exponents = in_range(A, b, self.radius)
+            # The kernels compute in double precision, in which no square of a float overflows.
+            plainly = self.radius == 1 and init is None
+            if not (plainly and solver.resolve(self).takes_any_scale(problem)):
+                A, b, exponents = in_range(A, b, self.radius)
         unit = self.changed(A=A, b=b, radius=1.0)
 
         def finish(outcome: Outcome) -> Solution:

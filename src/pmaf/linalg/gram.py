@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.linalg.eigh import eigh
 from pmaf.linalg.products import rmatvec
 from pmaf.linalg.roundings import merge_tolerance, merged, rank_tolerance
 
@@ -117,7 +116,7 @@ def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Ten
     Returns the coefficients of `Aᵀb` in the basis as well.
     """
     m, n = A.shape[-2:]
-    squares, vectors = eigh(gram)
+    squares, vectors = torch.linalg.eigh(gram)
     s = squares.clamp_min(0).sqrt()
     top = s[..., -1:]
     present = s > rank_tolerance(torch.float32) * top

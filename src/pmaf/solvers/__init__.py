@@ -10,6 +10,7 @@ from pmaf.solvers.lanczos import Lanczos
 from pmaf.solvers.line_search import Backtracking, LineSearch, TangentDecay
 from pmaf.solvers.power_iteration import PowerIteration
 from pmaf.solvers.projected_gradient import ProjectedGradient
+from pmaf.solvers.reduction import Reduction
 from pmaf.solvers.secular import Secular
 from pmaf.solvers.simultaneous_iteration import SimultaneousIteration
 
@@ -28,6 +29,7 @@ __all__ = [
     "Outcome",
     "PowerIteration",
     "ProjectedGradient",
+    "Reduction",
     "Secular",
     "SimultaneousIteration",
     "Solver",

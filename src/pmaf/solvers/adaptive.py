@@ -15,6 +15,7 @@ from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
 from pmaf.solvers.dense import Dense
+from pmaf.solvers.reduction import Reduction, is_compiled
 from pmaf.solvers.report import outcome, without_report
 from pmaf.tangent.kept import NOTHING, Factor, Kept, Rate
 
@@ -24,8 +25,9 @@ class Adaptive(Solver):
     """Power steps, a Krylov space or a decomposition, whichever is fastest for the matrices.
 
     Power steps are tried first and suffice if one eigenvalue dominates. Then, for a symmetric
-    matrix, a Krylov space is tried, with a Cholesky factorisation that proves that no larger
-    eigenvalue is missing; then `Dense()` runs. Each attempt takes little time compared with the
+    matrix of at most 256 rows, `Reduction()` runs if there are compiled kernels. For others a
+    Krylov space is tried, with a Cholesky factorisation that proves that no larger eigenvalue is
+    missing; then `Dense()` runs. Each attempt takes little time compared with the
     next, and a vector is accepted only if its residual is that of a full decomposition.
 
     Args:
@@ -36,6 +38,7 @@ class Adaptive(Solver):
         general_from: `power_from` for matrices that are not symmetric.
         krylov_from: `power_from` for a Krylov space.
         krylov_size: The least n for a Krylov space.
+        compiled: Whether to use compiled kernels, if there are any.
 
     The defaults are about where the attempts become faster than a decomposition in
     `pmaf bench ied-crossover` on two cores; other machines may need others.
@@ -46,6 +49,7 @@ class Adaptive(Solver):
     general_from: float = 500  # `eig` takes longer than `eigh`
     krylov_from: float = 200_000
     krylov_size: int = 224
+    compiled: bool = True
 
     solves = (Eigenvectors,)
     always_converges = True
@@ -84,6 +88,8 @@ class Adaptive(Solver):
             if found is not None:
                 took("ied: power steps")
                 return _outcome(problem, found, report)
+            if self.compiled and is_compiled(A, k):
+                return _REDUCTION.solve(problem, report=report)
             if self.takes_krylov(work, n, k):
                 both = _krylov(problem, SymmetricPart(A), tolerance)
                 if both is not None:
@@ -96,12 +102,10 @@ class Adaptive(Solver):
     def power(self, A: Tensor, tolerance: float) -> Dominant | None:
         """The result of power steps; None where they are not tried or do not suffice."""
         work, n = A.numel(), A.shape[-1]
-        tried = work >= self.power_from and n >= self.power_size
-        flat = not tried and work >= _FLAT_FROM and n >= _FLAT_SIZE and _is_flat(A)
-        if not (tried or flat):
+        if work < self.power_from or n < self.power_size:
             return None
         if n <= FORM_TO:
-            return dominant_of_sum(A, flat, tolerance)
+            return dominant_of_sum(A, tolerance)
         part = SymmetricPart(A)
         start = longest_row(part.matrix, part)
         return dominant(part, part.exact, start, tolerance, symmetric=True)
@@ -113,7 +117,9 @@ class Adaptive(Solver):
     def takes_any_scale(self, problem: Eigenvectors) -> bool:
         # Power steps on small matrices handle every scale, and so may a decomposition.
         work, n = problem.matrix.numel(), problem.n
-        if not problem.symmetric or n > FORM_TO or self.takes_krylov(work, n, problem.width):
+        krylov = self.takes_krylov(work, n, problem.width)
+        krylov = krylov and not (self.compiled and is_compiled(problem.matrix, problem.width))
+        if not problem.symmetric or n > FORM_TO or krylov:
             return False
         return _DENSE.takes_any_scale(problem)
 
@@ -125,21 +131,6 @@ def rate_of_steps(found: Dominant, batch: torch.Size) -> Rate:
     """The convergence rate of power steps, for the backward pass."""
     rows = found.rows
     return Rate(torch.full(batch, found.rate, dtype=rows.dtype, device=rows.device), found.matrix)
-
-
-def _is_flat(A: Tensor) -> bool:
-    """Whether the matrices are close to constant ones, as for entries that are counts or distances.
-
-    Power steps suffice for such matrices, and this test takes two calls.
-    """
-    mean, size = float(A.sum()) / A.numel(), float(torch.linalg.vector_norm(A))
-    return mean > 0 and mean**2 * A.numel() > _FLAT * size**2
-
-
-# The least number of entries of all matrices together, and of rows of each, for `_is_flat`, and the
-# share of ‖A‖² it requires, which is above the half that proves dominance in `krylov/power.py`.
-_FLAT_FROM, _FLAT_SIZE = 4_000, 12
-_FLAT = 0.6
 
 
 def _krylov(
@@ -192,7 +183,7 @@ def _outcome(
     return Outcome(rows, values, unknown, unknown, none, converged, kept)
 
 
-_DENSE = Dense()
+_DENSE, _REDUCTION = Dense(), Reduction()
 
 
 def _limit(n: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pmaf.runtime.modes import plain
@@ -17,6 +18,7 @@ from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
+from pmaf.solvers.reduction import Reduction, is_compiled, takes_least_squares
 from pmaf.solvers.secular import Secular
 
 
@@ -36,11 +38,17 @@ class Auto(Solver):
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
 KRYLOV, SECULAR = Krylov(), Secular()
-_CHOLESKY, _DENSE, _ADAPTIVE = Cholesky(), Dense(), Adaptive()
+DENSE, _CHOLESKY, _ADAPTIVE, _REDUCTION = Dense(), Cholesky(), Adaptive(), Reduction()
 
 # The least number of columns, and of entries of all Gram matrices together, for which a Cholesky
 # factor is faster than an eigendecomposition: `pmaf bench less-crossover`.
 _FACTORED_COLUMNS, _FACTORED_ENTRIES = 12, 40_000
+# The most rows for which compiled kernels are faster than power steps on a matrix with a dominant
+# eigenvalue: `pmaf bench ied`, family "paper".
+_REDUCED_ROWS = 128
+# The largest min(m, n) for which compiled kernels solve least squares faster than two Cholesky
+# factors: `pmaf bench less-crossover`.
+_REDUCED_COLUMNS = 256
 # A trace has to know in advance whether a solve returns an eigenbasis. Below this many rows it
 # takes a decomposition; above, power steps are faster in `pmaf bench ied-crossover`.
 _TRACED_ROWS = 128
@@ -51,12 +59,20 @@ def best_minimum(problem: Any) -> Solver:
     return SECULAR if problem.operator is None else KRYLOV
 
 
+def is_reduced_minimum(A: Tensor, batch: torch.Size) -> bool:
+    """Whether compiled kernels are the fastest for a batch of least squares with `A`."""
+    small = min(A.shape[-2:]) <= _REDUCED_COLUMNS and A.shape[:-2] == batch
+    return small and plain(A) and takes_least_squares(A)
+
+
 def best_least_squares(problem: Any) -> Solver:
     """The solver for least squares on the sphere."""
     if problem.operator is not None:
         return KRYLOV
     A, batch = problem.matrix, problem.batch_shape
     m, n = A.shape[-2:]
+    if is_reduced_minimum(A, batch):
+        return _REDUCTION
     # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
     if not (m >= n >= _FACTORED_COLUMNS and A.shape[:-2] == batch):
         return SECULAR
@@ -65,9 +81,17 @@ def best_least_squares(problem: Any) -> Solver:
     return SECULAR if few else _CHOLESKY
 
 
+def is_reduced(A: Tensor, k: int) -> bool:
+    """Whether compiled kernels are the fastest for k eigenvectors of matrices like `A`."""
+    return A.shape[-1] <= _REDUCED_ROWS and is_compiled(A, k)
+
+
 def best_eigenvectors(problem: Any) -> Solver:
     """The solver for eigenvectors."""
     if problem.operator is not None:
         return KRYLOV
+    A, k = problem.matrix, problem.width
+    if problem.symmetric and (is_reduced if plain(A) else is_compiled)(A, k):
+        return _REDUCTION
     small = problem.symmetric and problem.n < _TRACED_ROWS
-    return _DENSE if small and not plain(problem.matrix) else _ADAPTIVE
+    return DENSE if small and not plain(A) else _ADAPTIVE

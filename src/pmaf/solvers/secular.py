@@ -114,11 +114,7 @@ class Secular(Solver):
         u = u.to(dtype)
         residual = torch.zeros_like(t)
         if report:
-            y = u.double()
-            scale = spectrum.trace + norm(c)
-            scale = torch.where(scale > 0, scale, 1)
-            force = rmatvec(A, b - matvec(A, y))
-            residual = norm(sphere.tangent(y, force)) / scale
+            residual = residual_of(A, b, u.double())
             finished = finished & (residual <= SETTLED * eps)
         return Outcome(
             value=u,
@@ -281,6 +277,13 @@ TOO_STEEP = 1e3
 
 # In a float64 sum a term that is smaller by this power of two has no effect, squared or not.
 _FAR = 200
+
+
+def residual_of(A: Tensor, b: Tensor, u: Tensor) -> Tensor:
+    """The tangent part of `Aᵀ(b − Au)`, relative to `‖A‖² + ‖Aᵀb‖`, `(*,)`."""
+    scale = A.square().sum((-2, -1)) + norm(rmatvec(A, b))
+    force = rmatvec(A, b - matvec(A, u))
+    return norm(sphere.tangent(u, force)) / torch.where(scale > 0, scale, 1)
 
 
 def in_range(gram: Tensor, g: Tensor) -> bool:

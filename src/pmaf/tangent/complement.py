@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.linalg.products import broadcast, norm, one_if_zero, solve_factored
+from pmaf import native
+from pmaf.linalg.products import (
+    broadcast,
+    norm,
+    one_if_zero,
+    solve_factored,
+    symmetric_part,
+)
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
@@ -69,6 +76,8 @@ def _solve(
     if len(batch) != 1 or any(x.shape[:-2] != batch for x in (A, y, v)):
         A, y, v = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (A, y, v))
         shift = shift.expand(*batch, k).reshape(-1, k)
+    if factor is None and known is None and n <= COMPILED_ROWS and native.takes(A):
+        return _compiled(A, shift, y, v).reshape(*batch, k, n)
     factor = None if factor is None else factor.reshape(-1, n, n)
     part = SymmetricPart(A, known)
 
@@ -84,6 +93,19 @@ def _solve(
         took("tangent: series" if w is not None else "tangent: no series")
     w = _by_products(part, shift, right, y, clear, factor) if w is None else clear(w)
     return w.reshape(*batch, k, n)
+
+
+def _compiled(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """The solution by compiled kernels; a decomposition where they fail."""
+    took("tangent: compiled")
+    w, failed = native.complement_solve(A, shift, y, v)
+    if failed is not None:
+        took("tangent: decomposition")
+        y, v = y[failed], v[failed]
+        right = v - (v @ y.mT) @ y
+        found = _direct(symmetric_part(A[failed]), shift[failed], right)
+        w[failed] = found - (found @ y.mT) @ y
+    return w
 
 
 def _by_products(
@@ -142,6 +164,8 @@ def _complement_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) 
     return torch.ops.pmaf.complement_solve(A, shift, y, v.contiguous()), 0
 
 
+# Up to this many rows compiled kernels factor the matrix; beyond, products are faster.
+COMPILED_ROWS = 256
 # After this many steps a decomposition is cheaper than further steps.
 _STEPS = 200
 

@@ -42,7 +42,14 @@ class Rate(NamedTuple):
     matrix: Tensor | None = None  # (B, n, n), the symmetric part, where it was formed
 
 
+class Exact(NamedTuple):
+    """What compiled kernels differentiate with: the multiplier in double precision, and `AᵀA`."""
+
+    multiplier: Tensor  # (*,), float64
+    gram: Tensor | None = None  # (*, p, p), float64, the smaller of AᵀA and AAᵀ, if it is kept
+
+
 NOTHING = Nothing()
-Kept = Nothing | Basis | Decomposition | Factor | Rate
+Kept = Nothing | Basis | Decomposition | Factor | Rate | Exact
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, Factor)

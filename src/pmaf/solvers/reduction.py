@@ -1,0 +1,124 @@
+"""Eigenvectors, and least squares on the sphere, by compiled kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf import native
+from pmaf.errors import require_finite
+from pmaf.linalg.products import symmetric_part
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Eigenvectors, LeastSquares, Outcome, Solver, has_form
+from pmaf.solvers.dense import Dense
+from pmaf.solvers.report import outcome, without_report
+from pmaf.solvers.secular import Secular, residual_of
+from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import Exact, Kept, Nothing
+
+
+@dataclass(frozen=True)
+class Reduction(Solver):
+    """Householder's reduction to a tridiagonal matrix, of which only k eigenpairs are computed.
+
+    Laguerre's method finds the eigenvalues and Sturm counts prove them; a twisted factorisation
+    gives the vectors. Many matrices with at most sixteen rows are solved at a time, one in each
+    lane of the processor's vectors. The computation is in double precision for every dtype.
+
+    It needs the compiled kernels (`pmaf info` says whether there are any), and a plain tensor on
+    the CPU. `Dense()` solves everything else, and the batch entries in which requested eigenvalues
+    are equal. Nothing is kept: a Cholesky factorisation solves the system of the backward pass.
+
+    For least squares in float32, the smaller of `AᵀA` and `AAᵀ` is reduced, and every step of the
+    secular equation takes O(n). `Secular()` solves everything else: other dtypes, matrices that
+    many problems share, and batch entries in which the lowest singular value repeats.
+    """
+
+    solves = (Eigenvectors, LeastSquares)
+    always_converges = True
+
+    def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
+        if has_form(problem, LeastSquares):
+            return self._minimum(problem, init, report)
+        return self._eigenvectors(problem, report)
+
+    def keeps(self, problem: Any) -> type[Kept]:
+        return Nothing
+
+    def _minimum(self, problem: LeastSquares, init: Tensor | None, report: bool) -> Outcome:
+        A, b, batch = problem.matrix.detach(), problem.b.detach(), problem.batch_shape
+        if init is not None or A.shape[:-2] != batch or not takes_least_squares(A):
+            return _SECULAR.solve(problem, init=init, report=report)
+        took("less: reduction")
+        u, exact, gap, gram, failed = native.least_squares(A, b.expand(*batch, -1))
+        multiplier, gap = exact.to(A.dtype), gap.to(A.dtype)
+        converged = torch.ones(batch, dtype=torch.bool, device=A.device)
+        steps = torch.zeros(batch, dtype=torch.int64, device=A.device)
+        unknown = residual = torch.full(batch, torch.nan, dtype=A.dtype, device=A.device)
+        if failed is not None:
+            require_finite(A=(A, 2), b=(b, 1))
+            part = problem.with_tensors(A[failed], b.expand(*batch, -1)[failed])
+            again = _SECULAR.solve(part, report=report)
+            fields = (u, multiplier, unknown, gap, steps, converged)
+            for old, new in zip(fields, again.tensors):
+                old[failed] = new
+            exact[failed] = again.multiplier.double()
+        if report:
+            residual = residual_of(A.double(), b.double(), u.double()).to(A.dtype)
+        return Outcome(u, multiplier, residual, gap, steps, converged, Exact(exact, gram))
+
+    def _eigenvectors(self, problem: Eigenvectors, report: bool) -> Outcome:
+        A, k, batch = problem.matrix, problem.width, problem.batch_shape
+        if not (problem.symmetric and native.takes(A)):
+            return _DENSE.solve(problem, report=report)
+        took("ied: reduction")
+        values, rows, failed = native.largest_pairs(A.detach(), k)
+        if failed is not None:
+            took("ied: decomposition of some")
+            spectrum, vectors = torch.linalg.eigh(symmetric_part(A.detach()[failed]))
+            values[failed] = spectrum[..., -k:].flip(-1)
+            rows[failed] = vectors[..., -k:].flip(-1).mT
+        unknown, none, converged = without_report(batch, rows.dtype, rows.device)
+        if not report:
+            return Outcome(rows, values, unknown, unknown, none, converged)
+        return outcome(
+            problem,
+            values,
+            rows.mT,
+            residual=problem.residual(values, rows),
+            iterations=none.clone(),
+            converged=converged.clone(),
+            report=True,
+        )
+
+    def takes_any_scale(self, problem: Any) -> bool:
+        if has_form(problem, LeastSquares):
+            return (
+                takes_least_squares(problem.matrix)
+                and problem.matrix.shape[:-2] == problem.batch_shape
+            )
+        return _DENSE.takes_any_scale(problem)
+
+    def advice(self) -> str:
+        return _DENSE.advice()
+
+
+def is_compiled(A: Tensor, k: int) -> bool:
+    """Whether compiled kernels are faster than a decomposition for k eigenvectors of `A`."""
+    n = A.shape[-1]
+    return n <= COMPILED_ROWS and k <= max(1, n // _SHARE) and native.takes(A)
+
+
+# The least n/k for which k eigenpairs are found faster than all: `pmaf bench ied-crossover`.
+_SHARE = 3
+
+
+def takes_least_squares(A: Tensor) -> bool:
+    """Whether there are kernels for least squares with `A`."""
+    return A.dtype == torch.float32 and native.takes(A)
+
+
+_DENSE, _SECULAR = Dense(), Secular()
