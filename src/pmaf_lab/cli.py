@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import pmaf
+from pmaf import native
 from pmaf.errors import require_extra
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def info() -> None:
     table.add_row("pmaf", pmaf.__version__)
     table.add_row("torch", torch.__version__)
     table.add_row("python", platform.python_version())
+    table.add_row("kernels", native.about)
     table.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     table.add_row("devices", ", ".join(["cpu", *gpus]))

@@ -7,6 +7,7 @@ from pmaf_lab.bench.graphs import Graphs
 from pmaf_lab.bench.least_squares import LessRace
 from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
+from pmaf_lab.bench.users import UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
 
 _LEAD = (
@@ -49,6 +50,8 @@ BENCHMARKS = Collection(
                 "full": [*((5, n) for n in (32, 128, 256, 512, 1024)), (1000, 2), (64, 128)],
             },
         ),
+        UsersRace(),
+        UsersRaceOfThree(),
         EigenvectorsRace(),
         GeneralRace(),
         EigenCrossover(),

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import pmaf
-from pmaf.solvers import Adaptive, Cholesky, Dense, Secular
+from pmaf.solvers import Adaptive, Cholesky, Dense, Reduction, Secular
 from pmaf_lab.bench import eigen, least_squares
 from pmaf_lab.bench.growth import Sweep
 from pmaf_lab.bench.race import Competitor
 from pmaf_lab.experiments import Finding, Row, Scale
 
 _NEVER = float("inf")
-_POWER = Adaptive(power_from=0, power_size=1, krylov_from=_NEVER)
-_KRYLOV = Adaptive(power_from=_NEVER, krylov_from=0, krylov_size=32)
+_POWER = Adaptive(power_from=0, power_size=1, krylov_from=_NEVER, compiled=False)
+_KRYLOV = Adaptive(power_from=_NEVER, krylov_from=0, krylov_size=32, compiled=False)
 
 
 class EigenCrossover(eigen.EigenRace):
@@ -22,15 +22,16 @@ class EigenCrossover(eigen.EigenRace):
     title = "IED: which way is fastest where"
     about = (
         "The attempts of the default solver, each made alone and at any size: a decomposition "
-        "(“dense”), power steps, and a Krylov space proved by a Cholesky factorisation, the last "
-        "two followed by a decomposition where they fail. “ours” is what the default makes of "
-        "them; where the lines cross is where its constants should be."
+        "(“dense”), compiled kernels, power steps, and a Krylov space proved by a Cholesky "
+        "factorisation, the last two followed by a decomposition where they fail. “ours” is what "
+        "the default makes of them; where the lines cross is where its constants should be."
     )
     reduced = "three families, sizes 32, 128 and 256."
     competitors: ClassVar[Mapping[str, Competitor]] = {
         "ours": eigen.COMPETITORS["ours"],
         "eigh": eigen.COMPETITORS["eigh"],
         "dense": Competitor(lambda A: tuple(pmaf.ied(A, solver=Dense()))),
+        "compiled": Competitor(lambda A: tuple(pmaf.ied(A, solver=Reduction()))),
         "power": Competitor(lambda A: tuple(pmaf.ied(A, solver=_POWER))),
         "krylov": Competitor(lambda A: tuple(pmaf.ied(A, solver=_KRYLOV))),
     }
@@ -48,13 +49,14 @@ class LessCrossover(least_squares.LessRace):
     name = "less-crossover"
     title = "LESS: which way is fastest where"
     about = (
-        "The two solvers behind the default, on 500 and on 5 problems of 2n×n: where they cross is "
+        "The solvers behind the default, on 500 and on 5 problems of 2n×n: where they cross is "
         "where it changes from one to the other."
     )
     reduced = "two families, three sizes."
     competitors: ClassVar[Mapping[str, Competitor]] = {
         "ours": least_squares.COMPETITORS["ours"],
         "lstsq": least_squares.COMPETITORS["lstsq"],
+        "Reduction()": Competitor(lambda A, b: (pmaf.less(A, b, solver=Reduction()),)),
         "Cholesky()": Competitor(lambda A, b: (pmaf.less(A, b, solver=Cholesky()),)),
         "Secular()": Competitor(lambda A, b: (pmaf.less(A, b, solver=Secular()),)),
     }

@@ -22,11 +22,11 @@ _SIMPLE = 1e-6
 _PAPER = ("PI-DDN-E", "PI-IFT-E", "SI-DDN-E", "SI-IFT-E")
 
 
-def _ours(A: Tensor, k: int | None = None) -> Result:
+def ours(A: Tensor, k: int | None = None) -> Result:
     return tuple(pmaf.ied(A, k))
 
 
-def _eigh(A: Tensor, k: int = 1) -> Result:
+def top(A: Tensor, k: int = 1) -> Result:
     values, vectors = torch.linalg.eigh(A)
     return values[..., -k:].flip(-1), vectors[..., -k:].flip(-1)
 
@@ -93,7 +93,7 @@ def paper_rows(symmetric: bool) -> dict[str, Competitor]:
 
 
 COMPETITORS: dict[str, Competitor] = {
-    "ours": Competitor(_ours),
+    "ours": Competitor(ours),
     "eigh": Competitor(_eigh_one),
     "lobpcg": Competitor(_lobpcg),
     "scipy eigh": Competitor(_scipy_dense, differentiable=False, needs="scipy"),
@@ -173,8 +173,8 @@ class EigenvectorsRace(EigenRace):
         "otherwise as above."
     )
     competitors: ClassVar[Mapping[str, Competitor]] = {
-        "ours": Competitor(partial(_ours, k=4)),
-        "eigh": Competitor(partial(_eigh, k=4)),
+        "ours": Competitor(partial(ours, k=4)),
+        "eigh": Competitor(partial(top, k=4)),
         "lobpcg": Competitor(partial(_lobpcg, k=4)),
         "scipy eigh": Competitor(partial(_scipy_dense, k=4), differentiable=False, needs="scipy"),
         "scipy eigsh": Competitor(partial(_scipy_sparse, k=4), differentiable=False, needs="scipy"),

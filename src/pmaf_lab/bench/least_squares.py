@@ -102,6 +102,8 @@ class LessRace(Race):
             (100, 1024, 256),
             (256, 8, 64),
             (256, 16, 128),
+            *((10_000, m, n) for m, n in ((8, 9), (6, 4))),
+            *((1000, m, n) for m, n in ((100, 9), (200, 12))),
         ],
     }
     errors = ("objective error", "gradient error")
@@ -164,31 +166,34 @@ def _tall_five(size: Sequence[int]) -> bool:
     return size[0] == 5 and size[1] == 2 * size[2]
 
 
-# Where the promise about lstsq is made.
-NAMED = (
-    "1000×2×2",
-    "1000×64×32",
-    "256×128×64",
-    "100×1024×256",
-    "5×2048×1024",
-    "256×8×64",
-    "256×16×128",
-)
+# What the forward pass may take, as a share of lstsq, where ‖A⁺b‖ > 1; elsewhere as much as lstsq.
+NAMED = {
+    "1000×2×2": 0.5,
+    "1000×64×32": 0.5,
+    "256×128×64": 0.5,
+    "100×1024×256": 0.8,
+    "5×2048×1024": 0.8,
+    "256×8×64": 0.5,
+    "256×16×128": 0.5,
+    "10000×8×9": 0.5,
+    "1000×100×9": 0.5,
+}
 
 
 def _findings(by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
-    """The dearest family of every shape."""
+    """The family "outer" of every shape, and the dearest of the others."""
     rows = [(family, row) for family, found in by_family.items() for row in found]
     findings = []
-    for name in NAMED:
+    for name, target in NAMED.items():
         speeds = [
             (1 / speed, family)
             for family, row in rows
             if shape(row) == name and (speed := ratio(row.values, "lstsq", "forward")) is not None
         ]
-        if speeds:
-            value, family = max(speeds)
-            findings.append(_at_most_one(f"LESS forward, {name}, against lstsq", value, family))
+        easy = [entry for entry in speeds if entry[1] == "outer"]
+        hard = [entry for entry in speeds if entry[1] != "outer"]
+        what = f"LESS forward, {name}, against lstsq"
+        findings += [_at_most(what, *max(x), most) for x, most in ((easy, target), (hard, 1)) if x]
     shares = [
         (backward / forward, f"{family}, {shape(row)}")
         for family, row in rows
@@ -196,9 +201,9 @@ def _findings(by_family: Mapping[str, Sequence[Row]]) -> list[Finding]:
         and (backward := seconds(row.values, "ours", "backward")) is not None
     ]
     if shares:
-        findings.append(_at_most_one("LESS backward against its forward", *max(shares)))
+        findings.append(_at_most("LESS backward against its forward", *max(shares), 0.5))
     return findings
 
 
-def _at_most_one(what: str, value: float, where: str) -> Finding:
-    return Finding(f"{what}, most", "at most 1.0×", f"{value:.2f}× ({where})", value <= 1)
+def _at_most(what: str, value: float, where: str, most: float) -> Finding:
+    return Finding(f"{what}, most", f"at most {most}×", f"{value:.2f}× ({where})", value <= most)
