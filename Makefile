@@ -1,13 +1,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# What runs a second time without compiled kernels, as it would on a machine without a compiler.
+PLAIN := tests/test_ied_small.py tests/test_ied_solution.py tests/test_ied_repeated.py tests/test_less_solution.py tests/test_less_traps.py tests/test_range.py
 
-.PHONY: demo test test-long test-portable test-versions mutants bench lint format clean
+.PHONY: demo test test-plain test-sanitized test-long test-portable test-versions mutants bench lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 $(PLAIN)
+
+test-plain: .venv/ready
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+
+test-sanitized: .venv/ready
+	$(BIN)/python -m tests.sanitized
 
 test-long: .venv/ready
 	$(BIN)/python -m pytest -m long -s
@@ -37,7 +46,7 @@ clean:
 	rm -rf .venv build dist out
 
 # The constraints pin every version; the package itself declares ranges.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt hatch_build.py $(wildcard src/pmaf/native/kernels/*)
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,test]'

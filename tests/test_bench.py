@@ -127,6 +127,8 @@ RACES = {
     "less": [2, 6, 3],
     "less-crossover": [2, 6, 3],
     "ied": [2, 20],
+    "ied-users": [2, 20],
+    "ied-users-k": [2, 20],
     "ied-k": [2, 20],
     "ied-nonsymmetric": [2, 20],
     "ied-crossover": [2, 40],

@@ -13,6 +13,7 @@ ROOMS = [
     "errors",
     "runtime",
     "linalg",
+    "native",
     "metrics",
     "tangent",
     "krylov",

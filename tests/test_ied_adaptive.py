@@ -14,7 +14,9 @@ from tests.ied_cases import with_eigenvalues
 
 T = torch.float64
 # Every attempt is made, however small the matrices.
-EAGER = Adaptive(power_from=0, power_size=1, general_from=0, krylov_from=0, krylov_size=2)
+EAGER = Adaptive(
+    power_from=0, power_size=1, general_from=0, krylov_from=0, krylov_size=2, compiled=False
+)
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,9 @@ def test_what_is_not_solved_says_so_forward_and_backward(n, cond, way):
     assert torch.isfinite(A.grad).all()
 
 
-@pytest.mark.parametrize("cond", [1e3, 1e4], ids="{:.0e}".format)
+# With cond² eps > 1, AᵀA has no digit of the smallest singular value; at 1e3 it is 0.12, and the
+# order of summation decides whether u has lost its digits.
+@pytest.mark.parametrize("cond", [4e3, 1e4], ids="{:.0e}".format)
 @pytest.mark.parametrize("n", [20, 40])
 def test_a_space_that_is_everything_knows_no_more_than_the_square_of_the_matrix(n, cond):
     """Its residual is rounding, and u is off all the same: what is lost is lost in AᵀA."""

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 import pmaf
 from pmaf.gradients import DDN
 from pmaf.solvers import (
+    Dense,
     Eigenvectors,
     Lanczos,
     LeastSquares,
@@ -235,14 +236,15 @@ def test_small_steps_run_on_one_thread(trace, monkeypatch):
     watched("eigh")
     A, b = random(1_000, 6, 4).requires_grad_(), random(1_000, 6)
     S = random(1_000, 5, 5).requires_grad_()
-    for call, inputs in ((pmaf.less, (A, b)), (lambda S: pmaf.ied(S).vectors, (S,))):
+    less, ied = pmaf.LESS(solver=Secular()), pmaf.IED(solver=Dense())
+    for call, inputs in ((less, (A, b)), (lambda S: ied(S).vectors, (S,))):
         seen.clear()
         out = torch.func.vmap(call)(*inputs) if trace else call(*inputs)
         out.square().sum().backward()
         assert set(seen) == {1}
         assert torch.get_num_threads() == 2
     with pytest.raises(ValueError, match="non-finite"):
-        pmaf.less(A.detach() * torch.nan, b)
+        less(A.detach() * torch.nan, b)
     assert torch.get_num_threads() == 2
 
 
@@ -255,7 +257,7 @@ def test_large_matrices_keep_their_threads(monkeypatch):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(torch.linalg, "eigh", call)
-    pmaf.ied(random(4, 100, 100), 3)
+    pmaf.ied(random(4, 100, 100), 3, solver=Dense())
     assert seen == [2]
 
 

@@ -22,8 +22,9 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import pmaf
+from pmaf import native
 from pmaf.gradients import DDN, IFT, Unroll
-from pmaf.solvers import Lanczos, PowerIteration, ProjectedGradient, SimultaneousIteration
+from pmaf.solvers import Adaptive, Lanczos, PowerIteration, ProjectedGradient, SimultaneousIteration
 from tests.quadratic import Quadratic
 
 T = torch.float64
@@ -131,16 +132,37 @@ def _spiked(n: int, *values: float) -> Tensor:
     ) @ vectors.mT
 
 
+# What small matrices are solved by, with compiled kernels and without.
+COMPILED = "ied: reduction" if native.available else "ied: decomposition"
 # One size for every way that a solve may take, in eager mode and under a transform alike.
 SIZED = [
-    _sized("ied, power steps, n = 128", "ied: power steps", _seeded(128, 128).abs() / 64, pmaf.IED),
+    _sized(
+        "ied, power steps, n = 128",
+        "ied: power steps",
+        _seeded(128, 128).abs() / 64,
+        lambda: pmaf.IED(solver=Adaptive()),
+    ),
     _sized(
         "ied, nonsymmetric, power steps, n = 30",
         "ied: power steps",
         _seeded(30, 30).abs() / 16,
         lambda: pmaf.IED(symmetric=False),
     ),
-    _sized("ied, decomposition, n = 130", "ied: decomposition", _spiked(130, 2.0), pmaf.IED),
+    _sized(
+        "ied, decomposition, n = 130",
+        "ied: decomposition",
+        _spiked(130, 2.0),
+        lambda: pmaf.IED(solver=pmaf.solvers.Dense()),
+    ),
+    # Forward mode needs all eigenvectors.
+    replace(
+        _sized("ied, compiled, n = 100", COMPILED, _spiked(100, 2.0), pmaf.IED),
+        takes_forward="ied: decomposition",
+    ),
+    replace(
+        _sized("ied, k=2, compiled, n = 40", COMPILED, _spiked(40, 3.0, 2.0), lambda: pmaf.IED(2)),
+        takes_forward="ied: decomposition",
+    ),
     _sized("ied, Krylov space, n = 450", "ied: Krylov space", _spiked(450, 3.0, 2.0), pmaf.IED),
     _sized(
         "ied, k=2, Krylov space, n = 450",

@@ -1,0 +1,306 @@
+"""Compiled kernels: right for every size, shape, dtype, instruction set and number of threads."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import pmaf
+from pmaf import native
+from pmaf.solvers import Dense, Reduction, Secular
+from pmaf_lab.bench.families import EIGEN, SQUARES
+from tests.ied_cases import with_eigenvalues
+
+pytestmark = pytest.mark.skipif(not native.available, reason=f"no kernels: {native.about}")
+T = torch.float64
+# From the smallest to those beyond the lanes of vectors, and beyond one vector.
+SIZES = (1, 2, 3, 4, 5, 9, 16, 17, 31, 64, 130)
+TALL_AND_WIDE = [(1, 1), (5, 1), (1, 5), (2, 2), (8, 3), (100, 9), (8, 9), (8, 64), (16, 128)]
+TALL_AND_WIDE += [(17, 17), (64, 32), (20, 50), (3000, 5), (5, 3000)]
+
+
+def matrices(family, batch, n, dtype=torch.float32):
+    g = torch.Generator().manual_seed(n)
+    return EIGEN[family](batch, n, g).to(dtype)
+
+
+def gradient_of(A, k, v, d_values, **options):
+    """The truth, in double precision, from all eigenvectors."""
+    A = A.double().requires_grad_()
+    values, vectors = pmaf.ied(A, k, solver=Dense(), **options)
+    return torch.autograd.grad((vectors * v).sum() + (values * d_values).sum(), A)[0]
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("dtype", [torch.float32, T], ids=str)
+@pytest.mark.parametrize("batch", [1, 13])
+@pytest.mark.parametrize("family", EIGEN)
+def test_eigenpairs_and_gradients(family, batch, dtype, largest):
+    eps = torch.finfo(dtype).eps
+    for n in SIZES:
+        if family == "wishart-deficient" and n < 4:
+            continue
+        A = matrices(family, batch, n, dtype)
+        S = A.double()
+        spectrum = torch.linalg.eigvalsh(S)
+        size = spectrum.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        for k in (1, 3)[: 1 + (n >= 9)]:
+            leaf = A.clone().requires_grad_()
+            values, vectors = pmaf.ied(leaf, k, largest=largest, descending=largest)
+            rows = vectors.detach().double().mT
+            exact = spectrum.flip(-1)[:, :k] if largest else spectrum[:, :k]
+            # The error of a reduction grows with the size of the matrix, in double precision.
+            bound = 4 * eps + 4 * n * torch.finfo(T).eps
+            assert ((values.detach() - exact).abs() <= bound * size).all()
+            rest = rows @ S - values.detach().double().unsqueeze(-1) * rows
+            assert (rest.norm(dim=-1) <= 2 * bound * size).all()
+            eye = torch.eye(k, dtype=T)
+            assert ((rows @ rows.mT - eye).abs() <= 2 * bound).all()
+            # A gradient has the error of a vector, which is that of the matrix over the gap.
+            asked = torch.cat([exact, exact[:, -1:]], -1)
+            if n > k:
+                beyond = spectrum[:, -k - 1] if largest else spectrum[:, k]
+                asked[:, -1] = beyond
+                gap = asked.diff(dim=-1).abs().amin(-1)
+            else:
+                gap = size[:, 0]
+            v, d = torch.cos(torch.arange(n * k, dtype=T)).reshape(n, k), torch.ones(k, dtype=T)
+            loss = (vectors * v.to(dtype)).sum() + values.sum()
+            (found,) = torch.autograd.grad(loss, leaf)
+            # The sum of a vector may be zero: then rounding decides the sign of the truth.
+            known = vectors.detach().double()
+            options = dict(largest=largest, descending=largest, reference=known)
+            wanted = gradient_of(A, k, v.to(dtype), d, **options)
+            error = (found.double() - wanted).norm(dim=(-2, -1))
+            allowed = 16 * bound * (size[:, 0] / gap.clamp_min(1e-300)) * wanted.norm(dim=(-2, -1))
+            apart = gap > 1e3 * eps * size[:, 0]
+            assert (error <= allowed + bound)[apart].all(), (n, k)
+            assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [*SQUARES, "zero"])
+@pytest.mark.parametrize("batch", [1, 11])
+def test_least_squares(family, batch):
+    """Against a decomposition in double precision of the same float32 numbers."""
+    eps = torch.finfo(torch.float32).eps
+    for m, n in TALL_AND_WIDE:
+        g = torch.Generator().manual_seed(m + n)
+        A, b = SQUARES["outer" if family == "zero" else family](batch, m, n, g)
+        b = 0 * b if family == "zero" else b
+        solution = pmaf.solve(pmaf.SphereLeastSquares(A, b), solver=Reduction())
+        assert solution.converged.all()
+        assert ((solution.value.norm(dim=-1) - 1).abs() <= 4 * eps).all()
+        wide = pmaf.SphereLeastSquares(A.double(), b.double())
+        exact = pmaf.solve(wide, solver=Secular())
+        scale = wide.scale()
+        # A multiplier that float32 takes for that of the hard case is off by the noise of b.
+        noise = 8 * eps * A.double().norm(dim=(-2, -1)) * b.double().norm(dim=-1)
+        bound = 16 * eps * scale + noise
+        assert ((solution.multiplier - exact.multiplier).abs() <= bound).all(), (m, n)
+        assert (solution.gap >= 0).all()
+        assert ((solution.gap - exact.gap).abs() <= bound).all(), (m, n)
+        objective = wide.objective(solution.value.double()) - wide.objective(exact.value)
+        assert (objective <= bound).all(), (m, n)
+        assert (solution.residual <= 64 * eps).all()
+
+
+@pytest.mark.parametrize(("m", "n"), [s for s in TALL_AND_WIDE if s[1] < 200], ids=str)
+@pytest.mark.parametrize("family", ["inner", "outer", "ill-conditioned", "zero"])
+def test_gradients_of_least_squares(family, m, n):
+    eps = torch.finfo(torch.float32).eps
+    g = torch.Generator().manual_seed(m + n)
+    A, b = SQUARES["outer" if family == "zero" else family](7, m, n, g)
+    b = 0 * b if family == "zero" else b
+    v = torch.randn(7, n, generator=g)
+
+    def gradients(dtype, solver):
+        leaves = [x.to(dtype).requires_grad_() for x in (A, b)]
+        u = pmaf.less(*leaves, solver=solver)
+        return u.detach(), torch.autograd.grad((u * v.to(dtype)).sum(), leaves)
+
+    u, found = gradients(torch.float32, Reduction())
+    exact, wanted = gradients(T, Secular())
+    torch.testing.assert_close(u.double(), exact, rtol=0, atol=1e4 * eps)
+    # The roundings E of A and δ of u give dA and db errors of ‖E‖‖z‖ and of ‖A‖ times that of z,
+    # and z is divided by the smallest curvature on the tangent space.
+    H = A.double().mT @ A.double()
+    solution = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double()), solver=Secular())
+    H = H + solution.multiplier[:, None, None] * torch.eye(n, dtype=T)
+    P = torch.eye(n, dtype=T) - exact.unsqueeze(-1) * exact.unsqueeze(-2)
+    inverse = torch.linalg.pinv(P @ H @ P, rtol=1e-9, hermitian=True)
+    condition = torch.linalg.matrix_norm(inverse, 2) * torch.linalg.matrix_norm(H, 2)
+    for x, y in zip(found, wanted, strict=True):
+        size = (A.double().norm(dim=(-2, -1)) + b.double().norm(dim=-1)) * v.norm(dim=-1)
+        size = size * torch.linalg.matrix_norm(inverse, 2)
+        error = (x.double() - y).flatten(1).norm(dim=-1)
+        assert (error <= 64 * eps * (1 + condition) * size).all()
+
+
+def test_second_derivatives():
+    A = with_eigenvalues([2.0, 1.0, 0.4, -0.3, -1.0, -2.0]).requires_grad_()
+    for k in (None, 2):
+        assert gradcheck(lambda A, k=k: pmaf.ied(A, k, solver=Reduction()), A)
+        assert gradgradcheck(lambda A, k=k: pmaf.ied(A, k, solver=Reduction()), A)
+    g = torch.Generator().manual_seed(0)
+    A, b = torch.randn(3, 6, 4, generator=g), torch.randn(3, 6, generator=g)
+
+    def second(dtype, solver, scale):
+        x = (scale * A).to(dtype).requires_grad_()
+        c = (scale * b).to(dtype).requires_grad_()
+        loss = pmaf.less(x, c, solver=solver).sin().sum()
+        first = torch.autograd.grad(loss, (x, c), create_graph=True)
+        total = sum((d * scale).square().sum() for d in first)
+        return [scale * d for d in torch.autograd.grad(total, (x, c))]
+
+    for scale in (1.0, 2.0**80, 2.0**-80):  # at the last two, squares leave the range of float32
+        found = second(torch.float32, Reduction(), scale)
+        for x, y in zip(found, second(T, Secular(), scale), strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", [2, 3, 9, 20])
+@pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-30, 1e30, 1e38])
+def test_equal_and_nearly_equal_eigenvalues_at_any_scale(n, scale):
+    """Zero, multiples of the identity, small integers whose eigenvalues repeat exactly."""
+    g = torch.Generator().manual_seed(4)
+    x = torch.randint(-9, 10, (200, n, 1), generator=g).float()
+    c, d = torch.randint(-9, 10, (2, 200, 1, 1), generator=g).float()
+    A = c * x @ x.mT + d * torch.eye(n)
+    A[0], A[1], A[2] = 0, torch.eye(n), torch.ones(n, n)
+    A = A / A.abs().amax() / n * scale  # so that no eigenvalue overflows
+    exact = torch.linalg.eigvalsh(A.double())
+    size = exact.abs().amax(-1).clamp_min(1e-300)
+    eps = torch.finfo(torch.float32).eps
+    for largest, value in ((True, exact[:, -1]), (False, exact[:, 0])):
+        leaf = A.clone().requires_grad_()
+        values, vectors = pmaf.ied(leaf, largest=largest)
+        subnormal = torch.finfo(torch.float32).tiny * eps
+        assert ((values.detach() - value).abs() <= 2 * eps * size + subnormal).all()
+        y = vectors.detach().double()
+        rest = (A.double() @ y.unsqueeze(-1)).squeeze(-1) - value.unsqueeze(-1) * y
+        assert (rest.norm(dim=-1) <= 4 * n * eps * size + subnormal).all()
+        (gradient,) = torch.autograd.grad((vectors.sum() + values.sum()), leaf)
+        assert gradient.isfinite().all() or scale < 1e-30  # 1/gap is out of range there
+
+
+@pytest.mark.parametrize("n", [3, 9, 40])
+def test_one_bad_entry_is_named_and_others_are_not_lost(n):
+    A = matrices("goe", 100, n)
+    A[7, 0, 1] = torch.nan
+    with pytest.raises(ValueError, match="A has non-finite values in 1 of 100"):
+        pmaf.ied(A)
+    with pytest.raises(ValueError, match="A has non-finite values in 1 of 100"):
+        pmaf.less(A, torch.ones(100, n))
+    # Equal requested eigenvalues are decomposed; their neighbours in the batch are not affected.
+    A = matrices("goe", 100, n)
+    A[7] = torch.eye(n)
+    if n >= 9:
+        all_, others = pmaf.ied(A, 3), pmaf.ied(A[8:], 3)
+        torch.testing.assert_close(all_.vectors[8:], others.vectors)
+        V = all_.vectors[7]
+        torch.testing.assert_close(V.mT @ V, torch.eye(3))
+
+
+PROGRAM = """
+import hashlib, json, sys, torch, pmaf
+from pmaf import native
+from pmaf_lab.bench.families import EIGEN, SQUARES
+out = {"about": native.about}
+for threads in (1, 2, 4):
+    torch.set_num_threads(threads)
+    digest = hashlib.sha256()
+    for batch, n, k in [(2000, 3, None), (500, 9, None), (500, 9, 3), (9, 64, None), (5, 128, 2)]:
+        A = EIGEN["goe"](batch, n, torch.Generator().manual_seed(n)).requires_grad_()
+        values, vectors = pmaf.ied(A, k)
+        (vectors.sum() + values.sum()).backward()
+        for x in (values, vectors, A.grad):
+            digest.update(x.detach().numpy().tobytes())
+    for batch, m, n in [(1000, 2, 2), (300, 100, 9), (200, 8, 64), (40, 64, 32)]:
+        A, b = SQUARES["outer"](batch, m, n, torch.Generator().manual_seed(n))
+        A.requires_grad_()
+        u = pmaf.less(A, b)
+        u.sum().backward()
+        for x in (u, A.grad):
+            digest.update(x.detach().numpy().tobytes())
+    out[threads] = digest.hexdigest()
+A = EIGEN["wishart"](40, 12, torch.Generator().manual_seed(0))
+out["values"] = pmaf.ied(A).values.tolist()
+print(json.dumps(out))
+"""
+
+
+def run(setting):
+    environment = os.environ | {"PMAF_NATIVE": setting, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(ended.stdout)
+
+
+def test_the_same_bits_with_any_number_of_threads_and_the_same_answers_without_kernels():
+    plain = run("0")
+    assert "PMAF_NATIVE=0" in plain["about"]
+    seen = 0
+    for setting in ("baseline", "avx2", "avx512"):
+        found = run(setting)
+        if found["about"] != setting:  # the processor does not have it, and `about` says so
+            assert setting in found["about"]
+            continue
+        seen += 1
+        assert found["1"] == found["2"] == found["4"]
+        torch.testing.assert_close(torch.tensor(found["values"]), torch.tensor(plain["values"]))
+    assert seen > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_solves_too():
+    """As the workers of a data loader do, which have none of the threads of their parent."""
+    A = matrices("goe", 20_000, 9)
+    wanted = pmaf.ied(A).values
+    # A fresh process, because torch's own threads do not survive a fork, and this one has them.
+    program = """
+import os, sys, torch, pmaf
+from pmaf_lab.bench.families import EIGEN
+A = EIGEN["goe"](20_000, 9, torch.Generator().manual_seed(9))
+first = pmaf.ied(A).values.sum()
+for threads in (1, 2):
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(threads)
+        os._exit(0 if pmaf.ied(A).values.sum() == first else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    assert wanted.isfinite().all()
+
+
+def test_calls_do_not_gather_memory():
+    resource = pytest.importorskip("resource")
+    A, b = matrices("goe", 8, 6), torch.ones(8, 6)
+
+    def many(times):
+        for _ in range(times):
+            leaf = A.clone().requires_grad_()
+            (pmaf.ied(leaf).vectors.sum() + pmaf.less(leaf, b).sum()).backward()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = many(300)
+    after = many(3000)
+    assert after - before < 4096  # kilobytes; one float a call would be more than that by 10⁶ calls
+
+
+def test_transposed_and_strided_inputs():
+    A = matrices("goe", 6, 12)
+    for given in (A.mT, A[::2], A[:, ::2, ::2], A.expand(2, 6, 12, 12)):
+        leaf = given.clone().requires_grad_()
+        view = given.detach().requires_grad_()
+        found, wanted = pmaf.ied(view), pmaf.ied(leaf)
+        torch.testing.assert_close(found.vectors, wanted.vectors)
+        (x,) = torch.autograd.grad(found.vectors.sum(), view)
+        (y,) = torch.autograd.grad(wanted.vectors.sum(), leaf)
+        torch.testing.assert_close(x, y)
