@@ -48,6 +48,9 @@ def report(where: str) -> None:
     b = torch.randn(10_000, 6, generator=generator)
     S = torch.randn(1_000, 3, 3, generator=generator)
     S = S + S.mT
+    R = torch.randn(1_000, 9, 9, generator=generator)
+    R = R + R.mT
+    C, d = torch.randn(200, 64, 32, generator=generator), torch.randn(200, 64, generator=generator)
     rows = {
         "less, 10,000 of 6×4": lambda: pmaf.less(A, b),
         "  torch.linalg.lstsq": lambda: torch.linalg.lstsq(A, b.unsqueeze(-1)),
@@ -55,6 +58,10 @@ def report(where: str) -> None:
         "ied, 1,000 of 3×3": lambda: pmaf.ied(S),
         "  torch.linalg.eigh": lambda: torch.linalg.eigh(S),
         "ied, both passes": both_passes(lambda S: pmaf.ied(S).vectors, S),
+        "ied, 1,000 of 9×9": lambda: pmaf.ied(R),
+        "  both passes": both_passes(lambda R: pmaf.ied(R).vectors, R),
+        "less, 200 of 64×32": lambda: pmaf.less(C, d),
+        "  both passes ": both_passes(pmaf.less, C, d),
     }
     print(f"\n{where}, {torch.get_num_threads()} threads")
     for name, call in rows.items():

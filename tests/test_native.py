@@ -304,3 +304,23 @@ def test_transposed_and_strided_inputs():
         (x,) = torch.autograd.grad(found.vectors.sum(), view)
         (y,) = torch.autograd.grad(wanted.vectors.sum(), leaf)
         torch.testing.assert_close(x, y)
+
+
+def test_a_start_chooses_among_several_minimisers():
+    g = torch.Generator().manual_seed(3)
+    A, b = torch.randn(6, 7, 4, generator=g), torch.zeros(6, 7)
+    b[3:] = torch.randn(3, 7, generator=g)
+    found = pmaf.less(A, b)
+    again = pmaf.less(A, b, init=-found)
+    torch.testing.assert_close(again[:3], -found[:3])  # ±u are both minimisers where b is zero
+    torch.testing.assert_close(again[3:], found[3:])
+
+
+@pytest.mark.parametrize("n", [1024, 1030])
+def test_matrices_beyond_the_sizes_of_the_kernels(n, caplog):
+    caplog.set_level("DEBUG", logger="pmaf")
+    A = matrices("spiked", 1, n)
+    values, _ = pmaf.ied(A, solver=Reduction())
+    assert caplog.messages == ["ied: reduction" if n <= 1024 else "ied: decomposition"]
+    exact = torch.linalg.eigvalsh(A.double())[:, -1]
+    torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=0)

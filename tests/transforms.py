@@ -24,7 +24,14 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import pmaf
 from pmaf import native
 from pmaf.gradients import DDN, IFT, Unroll
-from pmaf.solvers import Adaptive, Lanczos, PowerIteration, ProjectedGradient, SimultaneousIteration
+from pmaf.solvers import (
+    Adaptive,
+    Cholesky,
+    Lanczos,
+    PowerIteration,
+    ProjectedGradient,
+    SimultaneousIteration,
+)
 from tests.quadratic import Quadratic
 
 T = torch.float64
@@ -185,7 +192,11 @@ SIZED = [
     ),
     replace(
         _sized(
-            "less, factor, 300×210", "less: factor", _seeded(300, 210), pmaf.LESS, 3 * _seeded(300)
+            "less, factor, 300×210",
+            "less: factor",
+            _seeded(300, 210),
+            lambda: pmaf.LESS(solver=Cholesky()),
+            3 * _seeded(300),
         ),
         takes_forward="less: eigenvectors",
     ),

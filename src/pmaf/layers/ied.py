@@ -417,7 +417,7 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     if A.requires_grad and torch.is_grad_enabled():
         rows, values = attach_found(A, (rows, values), _bare(k, largest))
     # A new tensor, not a view: a user may write into what a layer returns.
-    return Eigenpairs(values, rows if k is None else rows.mT.contiguous())
+    return Eigenpairs(values, rows if k is None else rows.mT.clone())
 
 
 def ied(

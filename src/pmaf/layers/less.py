@@ -213,8 +213,7 @@ class SphereLeastSquares(Problem):
             b = b if self.radius == 1 else b / self.radius
         else:
             # The kernels compute in double precision, in which no square of a float overflows.
-            plainly = self.radius == 1 and init is None
-            if not (plainly and solver.resolve(self).takes_any_scale(problem)):
+            if self.radius != 1 or not solver.resolve(self).takes_any_scale(problem):
                 A, b, exponents = in_range(A, b, self.radius)
         unit = self.changed(A=A, b=b, radius=1.0)
 

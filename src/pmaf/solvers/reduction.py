@@ -50,7 +50,7 @@ class Reduction(Solver):
 
     def _minimum(self, problem: LeastSquares, init: Tensor | None, report: bool) -> Outcome:
         A, b, batch = problem.matrix.detach(), problem.b.detach(), problem.batch_shape
-        if init is not None or A.shape[:-2] != batch or not takes_least_squares(A):
+        if A.shape[:-2] != batch or not takes_least_squares(A):
             return _SECULAR.solve(problem, init=init, report=report)
         took("less: reduction")
         u, exact, gap, gram, failed = native.least_squares(A, b.expand(*batch, -1))
@@ -58,10 +58,14 @@ class Reduction(Solver):
         converged = torch.ones(batch, dtype=torch.bool, device=A.device)
         steps = torch.zeros(batch, dtype=torch.int64, device=A.device)
         unknown = residual = torch.full(batch, torch.nan, dtype=A.dtype, device=A.device)
+        if init is not None and bool((gap == 0).any()):
+            # Where there are several minimisers, the start chooses one.
+            failed = gap == 0 if failed is None else failed | (gap == 0)
         if failed is not None:
             require_finite(A=(A, 2), b=(b, 1))
             part = problem.with_tensors(A[failed], b.expand(*batch, -1)[failed])
-            again = _SECULAR.solve(part, report=report)
+            start = None if init is None else init.expand(*batch, -1)[failed]
+            again = _SECULAR.solve(part, init=start, report=report)
             fields = (u, multiplier, unknown, gap, steps, converged)
             for old, new in zip(fields, again.tensors):
                 old[failed] = new
@@ -72,7 +76,7 @@ class Reduction(Solver):
 
     def _eigenvectors(self, problem: Eigenvectors, report: bool) -> Outcome:
         A, k, batch = problem.matrix, problem.width, problem.batch_shape
-        if not (problem.symmetric and native.takes(A)):
+        if not (problem.symmetric and problem.n <= _MOST_ROWS and native.takes(A)):
             return _DENSE.solve(problem, report=report)
         took("ied: reduction")
         values, rows, failed = native.largest_pairs(A.detach(), k)
@@ -112,6 +116,8 @@ def is_compiled(A: Tensor, k: int) -> bool:
     return n <= COMPILED_ROWS and k <= max(1, n // _SHARE) and native.takes(A)
 
 
+# LAPACK works in blocks, and is faster for matrices that do not fit into the cache of a core.
+_MOST_ROWS = 1024
 # The least n/k for which k eigenpairs are found faster than all: `pmaf bench ied-crossover`.
 _SHARE = 3
 

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #include "api.hpp"
@@ -55,7 +57,10 @@ struct Helpers {
       const std::lock_guard<std::mutex> lock(mutex);
       team = next;
       ++calls;
-      for (; threads < wanted; ++threads) std::thread([this] { help(); }).detach();
+      try {
+        for (; threads < wanted; ++threads) std::thread([this] { help(); }).detach();
+      } catch (const std::system_error &) {  // there are no more threads; the caller works alone
+      }
     }
     called.notify_all();
   }
@@ -82,7 +87,11 @@ Helpers &all_helpers() {
   const std::lock_guard<std::mutex> lock(making);
   if (!helpers) {
     helpers = new Helpers;
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { helpers = nullptr; });
+    // Another thread may hold the lock while this process is forked.
+    static const int registered = pthread_atfork(nullptr, nullptr, [] {
+      helpers = nullptr;
+      new (&making) std::mutex;
+    });
     (void)registered;
   }
   return *helpers;
