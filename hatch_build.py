@@ -63,7 +63,7 @@ def build(target: Path, extra: list[str]) -> str:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             ended = list(pool.map(_run, calls))
         linked = Path(folder) / LIBRARY
-        link = [*command, "-shared", *map(str, objects), "-o", str(linked), "-pthread"]
+        link = [*command, "-shared", *map(str, objects), "-o", str(linked), "-ldl", "-pthread"]
         ended.append(_run(link) if not any(ended) else "")
         wrong = next((text for text in ended if text), "")
         if wrong:

@@ -63,8 +63,9 @@ struct Kernels {
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
 };
 
-// Calls body(data, i) for i from 0 to items − 1, by several threads.
-void for_each(long items, int threads, void (*body)(void *, long), void *data);
+// Calls body(data, i) for i from 0 to items − 1, by several threads; `long_` if all of it takes longer
+// than a turn of a thread on a core.
+void for_each(long items, int threads, bool long_, void (*body)(void *, long), void *data);
 
 // Memory of the calling thread, aligned for every vector.
 double *workspace(long numbers);

@@ -119,9 +119,12 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
   return many;
 }
 
+// So many vectors of a repeated eigenvalue are found one by one; beyond, a decomposition is faster.
+constexpr int NULLS = 8;
+
 template <class S> inline long backward_space(int n, int k, int rows) {
   const long stride = S::stride_of(n);
-  return 2 * stride * n + 5 * stride + (k + rows) * stride + 2 * (k + rows) + 16;
+  return 2 * stride * n + 6 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) + 16;
 }
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
@@ -158,12 +161,12 @@ inline long solve_complement(const Backward &p, long first, int filled,
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, k = p.k, rows = p.rows, stride = S::stride_of(n);
   R *a = space, *K = a + (long)stride * n, *inverse = K + (long)stride * n,
-    *image = inverse + stride, *probe = image + 2 * stride, *again = probe + stride,
-    *y = again + stride, *z = y + k * stride, *values = z + rows * stride, *shifts = values + k;
+    *image = inverse + stride, *probe = image + 2 * stride, *again = probe + stride, *right = again + stride,
+    *y = right + stride, *z = y + k * stride, *values = z + rows * stride, *shifts = values + k;
   const R one = all_of<R>(1), none = all_of<R>(0);
   const F *A = (const F *)p.A + first * n * n;
   const R unit = load<S, F>(A, n, filled, p.sign, a);
-  for (int i = 0; i < (k + rows + 5) * stride; ++i) inverse[i] = none;
+  for (int i = 0; i < (k + rows + 6) * stride; ++i) inverse[i] = none;
   for (int j = 0; j < k; ++j)
     load_row<R, F>((const F *)p.y + (first * k + j) * n, (long)k * n, filled, n, y + j * stride);
   // The rows have been rounded: in double precision they are normalised again.
@@ -195,37 +198,65 @@ inline long solve_complement(const Backward &p, long first, int filled,
     if (!p.v) continue;
     load_row<R, F>((const F *)p.v + (first * rows + j) * n, (long)rows * n, filled, n, row);
   }
-  for (int j = 0; j < rows && p.v; ++j) {
-    bool fresh = j == 0;
-    for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
-    if (fresh) {
-      for (int r = 0; r < n; ++r) {
-        for (int c = 0; c < stride; ++c) K[r * stride + c] = -a[r * stride + c];
-        K[r * stride + r] += shifts[j];
-        for (int i = 0; i < k; ++i) {
-          const R lift = (scale - (shifts[j] - values[i])) * y[i * stride + r];
-          add(K + r * stride, lift, y + i * stride, n);
-        }
-      }
-      good = both(good, S::factor(K, n, stride, inverse));
+  // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
+  // elsewhere.
+  int nulls = 0;
+  R *null = shifts + rows;
+  const auto factor = [&](R shift) {
+    for (int r = 0; r < n; ++r) {
+      R *row = K + r * stride;
+      for (int c = 0; c < stride; ++c) row[c] = -a[r * stride + c];
+      row[r] += shift;
+      for (int i = 0; i < k; ++i)
+        add(row, (scale - (shift - values[i])) * y[i * stride + r], y + i * stride, n);
+      for (int i = 0; i < nulls; ++i)
+        add(row, scale * null[i * stride + r], null + i * stride, n);
     }
+    S::factor(K, n, stride, inverse, all_of<R>(EPS) * scale);
+  };
+  const auto clear = [&](R *x) {
+    for (int i = 0; i < k; ++i) orthogonal_to(x, y + i * stride, n);
+    for (int i = 0; i < nulls; ++i) orthogonal_to(x, null + i * stride, n);
+  };
+  for (int j = 0; j < rows && p.v; ++j) {
+    bool fresh = j == 0 || nulls > 0;
+    for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
+    nulls = 0;
+    if (fresh) factor(shifts[j]);
     R *row = z + j * stride;
     // For a gradient, v has a part along the other vectors, which is solved in closed form.
     R inside[64];
     for (int i = 0; i < k; ++i) {
       const R along = dot(row, y + i * stride, n), rise = shifts[j] - values[i];
-      add(row, -along, y + i * stride, n);
       if (i < 64)
         inside[i] = choose(size_of(rise) > equal, along / choose(rise == none, one, rise), none);
     }
-    for (int i = 0; i < k; ++i) add(row, -dot(row, y + i * stride, n), y + i * stride, n);
-    S::solve(K, n, stride, inverse, row);
-    for (int i = 0; i < k; ++i) add(row, -dot(row, y + i * stride, n), y + i * stride, n);
-    // ‖K⁻¹z‖/‖z‖ is a lower bound of 1/gap, close to it where a small gap matters.
-    for (int i = 0; i < n; ++i) again[i] = row[i];
-    S::solve(K, n, stride, inverse, again);
-    const R growth = dot(again, again, n), size = dot(row, row, n);
-    good = both(good, growth * equal * equal <= size);
+    clear(row);
+    for (int i = 0; i < n; ++i) right[i] = row[i];
+    for (;;) {
+      clear(row);
+      S::solve(K, n, stride, inverse, row);
+      clear(row);
+      // ‖K⁻¹z‖/‖z‖ is a lower bound of 1/gap, close to it where a small gap matters. If the gap is
+      // rounding, K⁻¹z is a null vector: there is no derivative along it, and z gets no part along it.
+      for (int i = 0; i < n; ++i) again[i] = row[i];
+      S::solve(K, n, stride, inverse, again);
+      clear(again);
+      const R growth = dot(again, again, n), size = dot(row, row, n);
+      const MaskOf<R> singular = negate(growth * equal * equal <= size);
+      if (!any(singular)) break;
+      if (nulls == NULLS) {
+        good = both(good, negate(singular));
+        break;
+      }
+      const R length = choose(singular, one / root(growth), none);
+      R *next = null + nulls * stride;
+      for (int i = 0; i < n; ++i) next[i] = again[i] * length;
+      for (int i = n; i < stride; ++i) next[i] = none;
+      ++nulls;
+      factor(shifts[j]);
+      for (int i = 0; i < n; ++i) row[i] = right[i];
+    }
     if (!p.shift && k > 1)
       for (int i = 0; i < k; ++i)
         if (i != j) add(row, inside[i], y + i * stride, n);

@@ -63,8 +63,6 @@ template <class R> struct Twisted {
   }
 };
 
-template <class R> inline void orthogonal_to(R *x, const R *y, int n) { add(x, -dot(x, y, n), y, n); }
-
 template <class S> inline long less_space(int m, int n) {
   const long p = m < n ? m : n, stride = S::stride_of((int)p);
   return (p + PANEL) * stride + 26 * stride + 4 * (long)(m + n) + 64 +
@@ -311,7 +309,7 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
       add(G + i * stride, size * f[i], f, p);
       G[i * stride + i] += mu;
     }
-    good = both(good, S::factor(G, p, stride, inverse));
+    good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
     for (int i = 0; i < n; ++i) g[i] = v[i], h[i] = u[i];
     S::solve(G, p, stride, inverse, g);
     S::solve(G, p, stride, inverse, h);
@@ -329,8 +327,8 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
     for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = none;
     for (int i = 0; i < p * stride; ++i) K[i] = G[i];
     for (int i = 0; i < p; ++i) K[i * stride + i] += mu;
-    good = both(good, S::factor(G, p, stride, inverse));
-    good = both(good, S::factor(K, p, stride, other));
+    good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
+    good = both(good, S::factor(K, p, stride, other, all_of<R>(EPS * EPS) * size));
     const MaskOf<R> unique = mu > least * size;
     auto split = [&](R *x, R *inside) {
       A.times(x, f);

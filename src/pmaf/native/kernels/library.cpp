@@ -1,4 +1,5 @@
 // The functions that Python calls, the choice of an instruction set, and threads.
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -40,11 +41,15 @@ struct Team {
   }
 };
 
-// Threads that help the one that calls a kernel.
+// The runtime of OpenMP that torch has loaded, if any. Its threads go on looking for work for some
+// milliseconds after each region, so that they are faster at hand than any others; but a region ends
+// only when all of them have had a turn on a core, which takes milliseconds beside other processes.
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+
+// Threads that help the one that calls a kernel with work that takes less than that.
 //
-// The caller waits for items that were taken, not for threads: on a machine with other work a thread
-// may get no core for milliseconds, and then the caller does everything itself. At the end of a
-// parallel region of OpenMP it would have to wait for every thread of the team.
+// The caller waits for items that were taken, not for threads: if none of them gets a core, it does
+// everything itself.
 struct Helpers {
   std::mutex mutex;
   std::condition_variable called;
@@ -105,7 +110,7 @@ struct Memory {
 
 }  // namespace
 
-void for_each(long items, int threads, void (*body)(void *, long), void *data) {
+void for_each(long items, int threads, bool long_, void (*body)(void *, long), void *data) {
   if (threads > items) threads = (int)items;
   if (threads <= 1) {
     for (long i = 0; i < items; ++i) body(data, i);
@@ -113,6 +118,11 @@ void for_each(long items, int threads, void (*body)(void *, long), void *data) {
   }
   const auto team = std::make_shared<Team>();
   team->items = items, team->body = body, team->data = data;
+  static const Parallel openmp = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  if (long_ && openmp) {
+    openmp([](void *argument) { ((Team *)argument)->join(); }, team.get(), (unsigned)threads, 0);
+    return;
+  }
   all_helpers().call(team, threads - 1);
   team->join();
   while (team->done < items) std::this_thread::yield();

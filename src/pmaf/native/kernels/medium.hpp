@@ -157,8 +157,9 @@ inline void turn_rows(const double *a, int n, int stride, const double *tau, dou
 }
 
 // Cholesky's factorisation UᵀDU of a positive definite matrix, by its upper triangle, four rows at a
-// time. U has ones on its diagonal, which are stored as zeros; `inverse` holds 1/D.
-inline bool factor_rows(double *a, int n, int stride, double *inverse) {
+// time. U has ones on its diagonal, which are stored as zeros; `inverse` holds 1/D. A pivot below
+// `least`, which is rounding, is replaced by −least. Returns whether all pivots are positive.
+inline bool factor_rows(double *a, int n, int stride, double *inverse, double least) {
   bool good = true;
   for (int c = 0; c < n; c += 4) {
     const int many = n - c < 4 ? n - c : 4;
@@ -168,8 +169,9 @@ inline bool factor_rows(double *a, int n, int stride, double *inverse) {
         const double *other = a + (c + s) * stride;
         add_from(row, -other[c + t] * inverse[c + s], other, c + t, stride);
       }
-      good = good && row[c + t] > 0;
-      inverse[c + t] = 1 / row[c + t];
+      const double pivot = away_from_zero(row[c + t], least);
+      good = good && pivot > 0;
+      inverse[c + t] = 1 / pivot;
     }
     if (many == 4) {
       const Lanes *r0 = at(a + c * stride), *r1 = at(a + (c + 1) * stride),

@@ -26,7 +26,9 @@ template <int N, class R> struct Tiny {
       image[i] = sum;
     }
   }
-  static MaskOf<R> factor(R *a, int n, int, R *) { return pmaf::factor<N, R>(a, n); }
+  static MaskOf<R> factor(R *a, int n, int, R *, R least) {
+    return pmaf::factor<N, R>(a, n, least);
+  }
   static void solve(const R *a, int n, int, const R *, R *x) { pmaf::solve<N, R>(a, n, x); }
 };
 
@@ -49,8 +51,8 @@ struct Medium {
     double *rows = const_cast<double *>(a);  // which are not changed
     pass_all<false>(rows, n, stride, 0, nullptr, nullptr, x, image, image + stride);
   }
-  static bool factor(double *a, int n, int stride, double *inverse) {
-    return factor_rows(a, n, stride, inverse);
+  static bool factor(double *a, int n, int stride, double *inverse, double least) {
+    return factor_rows(a, n, stride, inverse, least);
   }
   static void solve(const double *a, int n, int stride, const double *inverse, double *x) {
     solve_rows(a, n, stride, inverse, x);
@@ -73,6 +75,10 @@ template <class R> inline R dot(const R *x, const R *y, int n) {
 }
 template <class R> inline void add(R *x, R factor, const R *y, int n) {
   for (int i = 0; i < n; ++i) x[i] += factor * y[i];
+}
+
+template <class R> inline void orthogonal_to(R *x, const R *y, int n) {
+  add(x, -dot(x, y, n), y, n);
 }
 
 template <class R, class F> inline void load_row(const F *x, long step, int filled, int n, R *to) {

@@ -63,15 +63,15 @@ template <int N, class R> inline void turn(const R *a, int size, const R *tau, R
 }
 
 // Cholesky's factorisation LDLᵀ of the lower triangle of a positive definite matrix, in place; the
-// reciprocals of D replace the diagonal. Returns where all pivots are positive.
-template <int N, class R> inline MaskOf<R> factor(R *a, int size) {
+// reciprocals of D replace the diagonal. A pivot below `least`, which is rounding, is replaced by
+// −least. Returns where all pivots are positive.
+template <int N, class R> inline MaskOf<R> factor(R *a, int size, R least) {
   const int n = N ? N : size;
   const R one = all_of<R>(1), none = all_of<R>(0);
   MaskOf<R> good = one > none;
   for (int c = 0; c < n; ++c) {
-    const R pivot = a[c * n + c];
+    const R pivot = away_from_zero(a[c * n + c], least), inverse = one / pivot;
     good = both(good, pivot > none);
-    const R inverse = one / pivot;
     for (int r = c + 1; r < n; ++r) {
       const R ratio = a[r * n + c] * inverse;
       for (int l = c + 1; l < r; ++l) a[r * n + l] -= ratio * a[l * n + c];

@@ -112,25 +112,33 @@ template <class R> inline void largest_values(const Tridiagonal<R> &t, int k, R 
 //
 // Factorisations of λI − T from both ends meet in the row where the pivot γ is smallest. Returns the
 // residual |γ|/‖z‖ of the unit vector z, and replaces the value by zᵀTz = λ − γ/‖z‖². `work` holds
-// 2n numbers.
+// 3n numbers, of which the last n say how much of each row belongs to vectors of the same eigenvalue:
+// if that repeats, T falls into blocks, and another block has another vector.
 template <class R> inline R eigenvector(const Tridiagonal<R> &t, R &value, R *z, R *work) {
   const int n = t.n;
   const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
   R *down = work, *up = work + n;  // reciprocals of the pivots
+  const R *occupied = work + 2 * n;
+  const R trace = all_of<R>(1e-20);
+  const auto merit = [&](R pivot, int i) {
+    return (size_of(pivot) + trace) / (larger(one - occupied[i], none) + trace);
+  };
   R q = away_from_zero(value - t.d[0], least);
   down[0] = one / q;
   for (int i = 1; i < n; ++i) {
     q = away_from_zero((value - t.d[i]) - t.e2[i - 1] * down[i - 1], least);
     down[i] = one / q;
   }
-  R best = q, twist = all_of<R>(n - 1);
+  R best = q, least_merit = merit(q, n - 1), twist = all_of<R>(n - 1);
   q = away_from_zero(value - t.d[n - 1], least);
   up[n - 1] = one / q;
   for (int i = n - 2; i >= 0; --i) {
     const R rest = (value - t.d[i]) - t.e2[i] * up[i + 1];
     const R pivot = i > 0 ? rest - t.e2[i - 1] * down[i - 1] : rest;
-    const MaskOf<R> smallest = size_of(pivot) < size_of(best);
+    const R found = merit(pivot, i);
+    const MaskOf<R> smallest = found < least_merit;
     best = choose(smallest, pivot, best);
+    least_merit = choose(smallest, found, least_merit);
     twist = choose(smallest, all_of<R>(i), twist);
     up[i] = one / away_from_zero(rest, least);
   }
@@ -175,7 +183,16 @@ inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int
   t.prepare();
   largest_values(t, k, values);
   MaskOf<R> good = t.high == t.high;
+  const R close = all_of<R>(1e-6) * (t.high - t.low);
   for (int j = 0; j < k; ++j) {
+    R *occupied = work + 2 * t.n;
+    for (int l = 0; l < t.n; ++l) occupied[l] = all_of<R>(0);
+    for (int i = 0; i < j; ++i) {
+      const MaskOf<R> same = values[i] - values[j] <= close;
+      const R *y = rows + i * stride;
+      if (any(same))
+        for (int l = 0; l < t.n; ++l) occupied[l] += choose(same, y[l] * y[l], all_of<R>(0));
+    }
     const R residual = eigenvector(t, values[j], rows + j * stride, work);
     good = both(good, residual <= all_of<R>(8) * t.unit);
     good = both(good, orthogonalise(rows, j, t.n, stride));
