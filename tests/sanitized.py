@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]
+FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 TESTS = ["tests/test_native.py"]
 
 

@@ -29,8 +29,8 @@ class Reduction(Solver):
     lane of the processor's vectors. The computation is in double precision for every dtype.
 
     It needs the compiled kernels (`pmaf info` says whether there are any), and a plain tensor on
-    the CPU. `Dense()` solves everything else, and the batch entries in which requested eigenvalues
-    are equal. Nothing is kept: a Cholesky factorisation solves the system of the backward pass.
+    the CPU. `Dense()` solves everything else, and the batch entries without a proof. Nothing is
+    kept: a Cholesky factorisation solves the system of the backward pass.
 
     For least squares in float32, the smaller of `AᵀA` and `AAᵀ` is reduced, and every step of the
     secular equation takes O(n). `Secular()` solves everything else: other dtypes, matrices that
