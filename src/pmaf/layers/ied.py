@@ -177,15 +177,20 @@ class PrincipalEigenvectors(Problem):
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
         if not (kind is Nothing and small and self.symmetric and native.takes(A)):
             return None
-        dA = self.differentiate(A, y.contiguous(), v, d_multiplier)
+        dA = self.differentiate(A, y.contiguous(), v, d_multiplier, columns=False)
         return None if dA is None else (dA,)
 
     def differentiate(
-        self, A: Tensor, y: Tensor, v: Tensor | None, d_multiplier: Tensor | None
+        self,
+        A: Tensor,
+        y: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        columns: bool,
     ) -> Tensor | None:
         """The gradient of `A` by compiled kernels, None where they fail."""
         took("tangent: compiled")
-        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest)
+        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest, columns)
 
     def gradients(
         self,
@@ -410,14 +415,13 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
     if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
-    values, rows, failed = native.largest_pairs(A, k, largest)
+    values, vectors, failed = native.largest_pairs(A, k, largest, columns=True)
     if failed is not None:
         return None
     took("ied: reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        rows, values = attach_found(A, (rows, values), _bare(k, largest))
-    # A new tensor, not a view: a user may write into what a layer returns.
-    return Eigenpairs(values, rows if k is None else rows.mT.clone())
+        vectors, values = attach_found(A, (vectors, values), _bare(k, largest))
+    return Eigenpairs(values, vectors)
 
 
 def ied(
