@@ -14,6 +14,7 @@ differences of the eigenvalues.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -223,9 +224,12 @@ def run_pairs(
     if dtype in (torch.float16, torch.bfloat16):
         init = None if init is None else init.float()
         posed = posed.changed(A=_in_float(posed.A), M=_in_float(posed.M))
-    with full_precision(problem.device):
+    diagonal = isinstance(posed.M, Diagonal)
+    if not torch.compiler.is_compiling():  # a trace cannot follow a log
+        took("pairs: diagonal" if diagonal else "pairs: factor and products")
+    # Autocast does not reach the quotients of a diagonal M, and meta tensors have none.
+    with nullcontext() if diagonal else full_precision(problem.device):
         change = _Change(posed.M)
-        took("pairs: diagonal" if change.dims == 1 else "pairs: factor and products")
         columns = init if init is None or problem.dims_of(init) == 2 else init.unsqueeze(-1)
         start = None if columns is None else change.forth(columns)
         start = start.squeeze(-1) if start is not None and problem.k is None else start
@@ -268,9 +272,8 @@ def _posed(problem: PrincipalEigenvectors) -> PrincipalEigenvectors:
         M = entries(M)
     if isinstance(A, Operator):
         return problem.changed(M=M)
-    names = (*_OPTIONS, "reference")
-    posed = PairedEigenvectors.read({name: getattr(problem, name) for name in names})
-    return posed.with_tensors(A, M)
+    x = problem
+    return PairedEigenvectors(A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
 
 
 def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
