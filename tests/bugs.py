@@ -198,8 +198,8 @@ IED_RULES = [
     Bug(
         "inside the span: transposed",
         "gradients/eigenvectors.py",
-        "torch.where(apart, (v @ y.mT) / torch.where(apart, difference, 1), 0) @ y",
-        "torch.where(apart, (y @ v.mT) / torch.where(apart, difference, 1), 0) @ y",
+        "        inside = v @ y.mT\n        apart",
+        "        inside = y @ v.mT\n        apart",
         f"{IED_GRADIENTS} {ITERATION}",
     ),
     Bug(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +29,7 @@ from pmaf.operators.base import Operator, as_operator, known_by_products
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.modes import forward_mode, full_precision, plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Reduction, Solver
@@ -44,6 +45,35 @@ class Eigenpairs(NamedTuple):
 
     values: Tensor
     vectors: Tensor
+
+    def projector(self) -> Tensor:
+        """`VVᵀ`, `(*, n, n)`, the projector onto the span of the vectors; the density matrix of a
+        pair.
+
+        It depends on the span alone. Its gradient is exact wherever the span is apart from the
+        other eigenvectors, also where eigenvalues inside the group repeat, or nearly repeat, and
+        the vectors themselves have no derivative, or a large one.
+
+        >>> import torch, pmaf
+        >>> pmaf.ied(torch.diag(torch.tensor([3.0, 3.0, 1.0])), k=2).projector()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 0.]])
+        """
+        V = self.vectors if self._several else self.vectors.unsqueeze(-1)
+        with full_precision(V.device) if V.device.type != "meta" else nullcontext():
+            return V @ V.mT
+
+    @property
+    def _several(self) -> bool:
+        """Whether the vectors are columns `(*, n, k)`, and not one vector `(*, n)` an entry."""
+        values, vectors = self.values.shape, self.vectors.shape
+        if values != vectors[:-1]:
+            return True
+        # A batch of n single vectors has the shape of n columns. Layers return columns whose
+        # entries are next to each other in memory.
+        columns = len(vectors) > 1 and vectors[-2] == vectors[-1] == values[-1]
+        return columns and self.vectors.stride(-2) == 1
 
 
 @dataclass(frozen=True, eq=False)
