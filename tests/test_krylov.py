@@ -824,3 +824,14 @@ def test_a_gradient_of_no_digits_says_so():
     with pytest.warns(pmaf.ConvergenceWarning, match="linear system of the gradient"):
         (weights(solution.value) * solution.value).sum().backward()
     assert not solution.backward.converged
+
+
+@pytest.mark.parametrize("dimension", [12, 25])
+def test_a_start_of_several_vectors_in_a_space_that_their_number_does_not_divide(dimension):
+    A = torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    problem = pmaf.PrincipalEigenvectors(pmaf.operators.Matrix(A), 3)
+    solver = Krylov(dimension=dimension)
+    cold = pmaf.solve(problem, solver=solver)
+    warm = pmaf.solve(problem, solver=solver, init=cold.value)
+    assert warm.converged
+    torch.testing.assert_close(warm.value, cold.value, rtol=0, atol=1e-9)

@@ -92,6 +92,34 @@ def _ied(name: str, k: int | None = None, **options: Any) -> Column:
     return Column(name, call, lambda: pmaf.IED(k, **options), inputs, **flags)
 
 
+class Paired(nn.Module):
+    """The eigenvectors of a pair, as a module of both matrices; a diagonal `M` is a vector."""
+
+    def __init__(self, k: int | None = None, skip: int = 0) -> None:
+        super().__init__()
+        self.layer = pmaf.IED(k, skip=skip)
+
+    def forward(self, A: Tensor, M: Tensor) -> pmaf.Eigenpairs:
+        diagonal = M.dim() < A.dim()
+        return self.layer(A, M=pmaf.operators.Diagonal(M) if diagonal else M)
+
+
+def _paired(name: str, diagonal: bool, k: int | None = None, skip: int = 0) -> Column:
+    module = Paired(k, skip)
+
+    def call(A: Tensor, M: Tensor) -> Tensor:
+        values, vectors = module(A, M)
+        return vectors + (values.unsqueeze(-1) if k is None else values.unsqueeze(-2))
+
+    def inputs() -> tuple[Tensor, ...]:
+        A = _seeded(4, 4, 4) + 3 * torch.diag(torch.arange(4.0, dtype=T))
+        noise = _seeded(4, 4, 4).flip(0)
+        M = noise @ noise.mT / 4 + torch.eye(4, dtype=T)
+        return A, M.diagonal(dim1=-2, dim2=-1).contiguous() if diagonal else M
+
+    return Column(name, call, lambda: Paired(k, skip), inputs)
+
+
 class Family(nn.Module):
     """Matrices of real size as a function of three numbers, and a layer on them.
 
@@ -220,6 +248,10 @@ COLUMNS = [
     _less("less, Unroll", solver=PATIENT, gradient=Unroll(), eager_only=True),
     _ied("ied"),
     _ied("ied, k=3", 3),
+    _ied("ied, k=2, skip=1", 2, skip=1),
+    _paired("ied, M", False),
+    _paired("ied, k=2, M, skip=1", False, 2, 1),
+    _paired("ied, k=2, diagonal M", True, 2),
     _ied("ied, nonsymmetric", symmetric=False),
     _ied("ied, Lanczos", 2, solver=Lanczos()),
     _ied("ied, PowerIteration", solver=PowerIteration(iterations=5000)),

@@ -32,7 +32,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
     rows.require_transposes(0.0)
     y = ranks.whole(value.detach()).to(A.dtype)
-    y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.width, problem.n)
+    y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.count, problem.n)
     exact = rows.of_symmetric_part if problem.symmetric else rows
     start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
     # All three measures are relative; in these units nothing over- or underflows.
@@ -43,7 +43,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
 
     image = product(y)
     values = dot(y, image) / one_if_zero(dot(y, y))
-    basis = unit_rows(y) if problem.width == 1 else torch.linalg.qr(y.mT).Q.mT
+    basis = unit_rows(y) if problem.count == 1 else torch.linalg.qr(y.mT).Q.mT
 
     def beside(x: Tensor) -> Tensor:
         return torch.baddbmm(x, torch.bmm(x, basis.mT), basis, alpha=-1)
@@ -58,16 +58,19 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
 
     scale = values.abs().amax(-1)
     surplus = torch.zeros_like(scale)
-    if problem.width < problem.n:
+    if problem.count < problem.n:
         solver = Krylov(tolerance=torch.finfo(A.dtype).eps ** 0.5)
-        other = search_eigenvectors(elsewhere, start, 1, problem.symmetric, solver, rows)
+        # Only the skipped eigenvalues may be larger.
+        skip = problem.skip
+        start = torch.cat([start.roll(i, -1) for i in range(1 + skip)], 1)
+        other = search_eigenvectors(elsewhere, start, 1 + skip, problem.symmetric, solver, rows)
         scale = torch.maximum(scale, other.scale)
         # A pair of complex eigenvalues does not converge, but its modulus is known.
-        best = other.values[:, 0] if problem.symmetric else other.scale
+        best = other.values[:, skip] if problem.symmetric else other.scale
         known = lowest[:, 0, 0] if problem.symmetric else lowest[:, 0, 0].abs()
         surplus = (known - best).clamp_max(0)
     scale = one_if_zero(scale)
-    eye = torch.eye(problem.width, dtype=y.dtype, device=y.device)
+    eye = torch.eye(problem.count, dtype=y.dtype, device=y.device)
     found = Certificate(
         feasibility=(y @ y.mT - eye).abs().amax((-2, -1)),
         stationarity=long_norm(image - values.unsqueeze(-1) * y).amax(-1) / scale,
@@ -151,10 +154,11 @@ def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
     size = torch.where(size == 0, torch.ones_like(size), size)
     image = A @ Y
     values = (Y * image).sum(-2) / (Y * Y).sum(-2)
-    eye = torch.eye(problem.width, dtype=A.dtype, device=A.device)
+    eye = torch.eye(problem.count, dtype=A.dtype, device=A.device)
     if problem.symmetric:
         exact = torch.linalg.eigvalsh(A)
-        exact = exact[..., -problem.width :] if problem.largest else exact[..., : problem.width]
+        n, width, skip = problem.n, problem.width, problem.skip
+        exact = exact[..., n - width : n - skip] if problem.largest else exact[..., skip:width]
         surplus = values.sort(-1).values - exact
         surplus = surplus if problem.largest else -surplus
     else:

@@ -156,6 +156,16 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
         raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
 
 
+def require_sign_rule(name: str, x: object, n: int) -> None:
+    """`x` is the index of one of n components, or "largest"."""
+    if isinstance(x, bool) or (isinstance(x, str) and x != "largest"):
+        raise ValueError(
+            f'{name} must be a tensor, the index of a component, or "largest"; got {x!r}'
+        )
+    if isinstance(x, int) and not -n <= x < n:
+        raise ValueError(f"{name}={x} is the index of a component, and a vector has n = {n}")
+
+
 def refuse_script(module: object) -> None:
     """Raise the error of a layer under `torch.jit.script`."""
     raise RuntimeError(

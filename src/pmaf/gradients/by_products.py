@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pmaf.gradients.eigenvectors import differences
+from pmaf.linalg.products import norm
+from pmaf.linalg.roundings import noise_tolerance
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.solvers import Krylov, Solver
@@ -77,7 +79,13 @@ def _tangent(given: Incoming, values: Tensor) -> Tensor:
         difference, apart = differences(values, seen.scale[:, None, None])
         inside = torch.bmm(v, y.mT)
         # Exchanging the vectors of a pair changes the signs of numerator and denominator.
-        half = 0.5 * (inside - inside.mT) / torch.where(apart, difference, 1)
+        half = 0.5 * (inside - inside.mT)
+        length = norm(v)
+        apart = apart & (
+            half.abs()
+            > noise_tolerance(v.dtype) * torch.maximum(length[..., None], length[..., None, :])
+        )
+        half = half / torch.where(apart, difference, 1)
         z = z + torch.bmm(torch.where(apart, half, 0), y)
     return z if along is None else z + along
 

@@ -32,7 +32,7 @@ from pmaf.gradients.base import Gradient, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg import sphere
 from pmaf.linalg.products import frobenius, norm, symmetric_part
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain, require_eager
 from pmaf.tangent.bordered import State, Tensors, tangent_solve
 from pmaf.tangent.complement import complement_solve
@@ -54,7 +54,12 @@ class _ShiftedSystem:
         size = rise if k == 1 else rise.abs()  # no eigenvalue is above the largest
         equal = size <= merge_tolerance(v.dtype) * self._scale(tensors, state)
         product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
-        return product((product(v, kept.rows.mT) / rise).masked_fill(equal, 0), kept.rows)
+        along = product(v, kept.rows.mT)
+        if k > 1:
+            # The requested vectors are the last.
+            index = torch.arange(along.shape[-1], device=v.device)
+            equal = equal | (unknown(along, v) & (index >= along.shape[-1] - k))
+        return product((along / rise).masked_fill(equal, 0), kept.rows)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """A mask `(*, k, k)` of the vectors in the border of each system; None for k = 1."""
@@ -74,7 +79,9 @@ class _ShiftedSystem:
     def _within(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         """The part of the solution in the span of the requested vectors."""
         difference, apart = self._apart(tensors, state)
-        return torch.where(apart, (v @ y.mT) / torch.where(apart, difference, 1), 0) @ y
+        inside = v @ y.mT
+        apart = apart & ~unknown(inside, v)
+        return torch.where(apart, inside / torch.where(apart, difference, 1), 0) @ y
 
     def _apart(self, tensors: Tensors, state: State) -> tuple[Tensor, Tensor]:
         """Differences `λⱼ − λᵢ` of the requested eigenvalues, and which of them are not zero."""
@@ -92,6 +99,37 @@ def differences(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """`λⱼ − λᵢ` of eigenvalues `(*, k)`, and which of them are above rounding of `scale`."""
     difference = values.unsqueeze(-1) - values.unsqueeze(-2)
     return difference, difference.abs() > merge_tolerance(values.dtype) * scale
+
+
+def unknown(inside: Tensor, v: Tensor) -> Tensor:
+    """Which products of the rows of `v` with unit vectors have no correct digit.
+
+    Divided by the difference of two eigenvalues that nearly repeat, such a product would be a
+    large wrong number. For a function of the span of the vectors it stands for zero.
+    """
+    return inside.abs() <= noise_tolerance(v.dtype) * norm(v).unsqueeze(-1)
+
+
+def without_normal_part(v: Tensor, y: Tensor) -> Tensor:
+    """Incoming gradients, less the symmetric part of `N = VYᵀ`, and less rounding of `N`.
+
+    Vectors stay orthonormal, so that gradients do not depend on the symmetric part of `N`. Its
+    quotients by the differences of eigenvalues cancel, and would leave their rounding errors.
+    Rounding of `N` is relative to the lengths of `v`, and is removed as a constant, so that the
+    derivatives are those of a projection.
+    """
+    inside = v @ y.mT
+    normal = 0.5 * (inside + inside.mT)
+    turn = 0.5 * (inside - inside.mT).detach()
+    length = norm(v.detach())
+    length = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2))
+    turn = torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)
+    v = v - normal @ y
+    # Where little is left of v, what the first projection leaves inside the span is rounding, too.
+    for _ in range(2):
+        rest = v.detach()
+        v = v - (rest @ y.detach().mT - turn) @ y.detach()
+    return v
 
 
 def largest_modulus(A: Tensor, values: Tensor) -> Tensor:
@@ -127,6 +165,7 @@ class EigenConditions(NamedTuple):
             return torch.zeros_like(y) if along is None else along
         shift = self.values.unsqueeze(-1)
         if k > 1:
+            v = without_normal_part(v, y)
             shift = torch.diag_embed(self.values)
             if torch.is_grad_enabled():  # the coupling is zero, its derivative is not
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)

@@ -154,7 +154,10 @@ def search(
             # The bound in `_behind` is for powers of the matrix times a pseudorandom start. So the
             # space grows by images, not by residuals, until the guards are behind.
             if task.guards and not refreshed and restarts < _CORRECT_FROM:
-                rest = torch.where(behind[:, None, None], rest, ahead)
+                # The block before a restart has fewer rows, if there was less room.
+                first, others = rest.tensor_split((ahead.shape[1],), 1)
+                first = torch.where(behind[:, None, None], first, ahead)
+                rest = torch.cat([first, others], 1)
             rest = space.beside(rest)
         ahead = rest = space.grow(rest)
 

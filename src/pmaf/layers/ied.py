@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,12 +24,12 @@ from pmaf.gradients.eigenvectors import (
 )
 from pmaf.linalg import sphere
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import blame_range, merge_tolerance, require_range
+from pmaf.linalg.roundings import blame_range, require_range
 from pmaf.operators.base import Operator, as_operator, known_by_products
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.modes import forward_mode, full_precision, plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Reduction, Solver
@@ -45,6 +46,35 @@ class Eigenpairs(NamedTuple):
     values: Tensor
     vectors: Tensor
 
+    def projector(self) -> Tensor:
+        """`VVᵀ`, `(*, n, n)`, the projector onto the span of the vectors; the density matrix of a
+        pair.
+
+        It depends on the span alone. Its gradient is exact wherever the span is apart from the
+        other eigenvectors, also where eigenvalues inside the group repeat, or nearly repeat, and
+        the vectors themselves have no derivative, or a large one.
+
+        >>> import torch, pmaf
+        >>> pmaf.ied(torch.diag(torch.tensor([3.0, 3.0, 1.0])), k=2).projector()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 0.]])
+        """
+        V = self.vectors if self._several else self.vectors.unsqueeze(-1)
+        with full_precision(V.device) if V.device.type != "meta" else nullcontext():
+            return V @ V.mT
+
+    @property
+    def _several(self) -> bool:
+        """Whether the vectors are columns `(*, n, k)`, and not one vector `(*, n)` an entry."""
+        values, vectors = self.values.shape, self.vectors.shape
+        if values != vectors[:-1]:
+            return True
+        # A batch of n single vectors has the shape of n columns. Layers return columns whose
+        # entries are next to each other in memory.
+        columns = len(vectors) > 1 and vectors[-2] == vectors[-1] == values[-1]
+        return columns and self.vectors.stride(-2) == 1
+
 
 @dataclass(frozen=True, eq=False)
 class PrincipalEigenvectors(Problem):
@@ -59,7 +89,13 @@ class PrincipalEigenvectors(Problem):
             in modulus; only for one vector.
         descending: order of the eigenvalues if there are several.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given. Pass the previous solution to keep signs through training.
+            all ones unless given. Pass the previous solution to keep signs through training. Or
+            an integer, for that component to be positive, or `"largest"`, for the component of
+            largest modulus to be.
+        skip: how many eigenvectors of the requested end to leave out, such as the constant
+            vector of a Laplacian.
+        M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`: a
+            tensor or an operator; None for the identity.
     """
 
     A: Tensor | Operator
@@ -67,7 +103,9 @@ class PrincipalEigenvectors(Problem):
     largest: bool = True
     symmetric: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
     descending: bool = True
-    reference: Tensor | None = None
+    reference: Tensor | int | str | None = None
+    skip: int = 0
+    M: Any = None
 
     inputs: ClassVar[dict[str, int]] = {"A": 2}
     form: ClassVar[type] = Eigenvectors
@@ -89,6 +127,7 @@ class PrincipalEigenvectors(Problem):
             raise TypeError(f"k must be None or an integer; got {k!r}")
         if k is not None and not 1 <= k <= A.shape[-1]:
             raise ValueError(f"k must lie between 1 and n = {A.shape[-1]}; got {k}")
+        self._require_skip()
         if not self.symmetric and (k is not None and k > 1):
             raise ValueError(
                 f"symmetric=False finds the dominant eigenvector only; got k={k}, use k=1 or None"
@@ -98,19 +137,67 @@ class PrincipalEigenvectors(Problem):
                 "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
                 "ordered by modulus, and the smallest is the dominant one of the inverse"
             )
-        if self.reference is not None:
+        if self.M is not None:
+            self._require_metric()
+        if isinstance(self.reference, (int, str)):
+            errors.require_sign_rule("reference", self.reference, A.shape[-1])
+        elif self.reference is not None:
             self._require_reference(self.reference)
             # The reference decides signs, which have no derivative, so its graph is not needed.
             object.__setattr__(self, "reference", self.reference.detach())
 
+    def _require_skip(self) -> None:
+        skip, n = self.skip, self.A.shape[-1]
+        if isinstance(skip, bool) or not isinstance(skip, int):
+            raise TypeError(f"skip must be an integer; got {skip!r}")
+        if not 0 <= skip <= n - self.count:
+            raise ValueError(
+                f"skip must lie between 0 and n - k = {n - self.count}, to leave k = {self.count} "
+                f"of n = {n} eigenvectors; got {skip}"
+            )
+        if skip and not self.symmetric:
+            raise ValueError(
+                "skip needs symmetric=True: only the dominant eigenvector of a general matrix "
+                f"is found; got skip={skip}"
+            )
+
+    def _require_metric(self) -> None:
+        A, M = self.A, self.M
+        if known_by_products(M):
+            M = as_operator(M)
+            object.__setattr__(self, "M", M)
+        else:
+            errors.require_matrix("M", M, "n, n")
+        if M.shape[-2:] != A.shape[-2:]:
+            raise ValueError(
+                f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"
+            )
+        if not self.symmetric:
+            raise ValueError(
+                "M needs symmetric=True: of a general matrix A pass the product with the inverse "
+                "of M, torch.linalg.solve(M, A), instead of a pair"
+            )
+        errors.require_alike("M", M, "A", A)
+        errors.require_broadcast("A", A.shape[:-2], "M", M.shape[:-2])
+
     @property
-    def width(self) -> int:
-        """Number of eigenvectors."""
+    def count(self) -> int:
+        """Number of requested eigenvectors."""
         return 1 if self.k is None else self.k
 
     @property
+    def width(self) -> int:
+        """Number of eigenvectors to find, including those that are skipped."""
+        return self.count + self.skip
+
+    @property
+    def single(self) -> bool:
+        """Whether one eigenvector is to be found, without a dimension for it."""
+        return self.k is None and not self.skip
+
+    @property
     def vectors(self) -> tuple[int, ...]:
-        return () if self.k is None else (self.k,)
+        return () if self.single else (self.width,)
 
     @property
     def start_dims(self) -> int:
@@ -147,6 +234,23 @@ class PrincipalEigenvectors(Problem):
     def best_solver(self) -> Solver:
         return best_eigenvectors(self)
 
+    def run(
+        self,
+        solver: Solver,
+        gradient: Gradient,
+        *,
+        init: Tensor | None = None,
+        report: bool = True,
+        throw: bool = False,
+    ) -> Solution:
+        options: dict[str, Any] = {"init": init, "report": report, "throw": throw}
+        if self.M is None or "M" in self.inputs:
+            return super().run(solver, gradient, **options)
+        # Pairs are in a file of their own, which builds on this class.
+        from pmaf.layers.pairs import run_pairs
+
+        return run_pairs(self, solver, gradient, **options)
+
     def certify(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues in float64, or by products if `A` is an operator.
 
@@ -158,6 +262,10 @@ class PrincipalEigenvectors(Problem):
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
+        if self.M is not None:
+            from pmaf.layers.pairs import certify_pairs
+
+            return certify_pairs(self, value)
         by_products = isinstance(self.A, Operator)
         return (certify_eigenvectors_by_products if by_products else certify_eigenvectors)(
             self, value
@@ -202,7 +310,7 @@ class PrincipalEigenvectors(Problem):
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        if self.k is None:
+        if self.single:
             y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
             v = None if v is None else v.unsqueeze(-2)
             d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
@@ -221,18 +329,18 @@ class PrincipalEigenvectors(Problem):
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        if self.k is None:
+        if self.single:
             rows, values = found.value.unsqueeze(-2), found.multiplier.unsqueeze(-1)
             found = found._replace(value=rows, multiplier=values)
         newton = symmetric_newton if self.symmetric else general_newton
         step = newton(self.matrix, fixed.matrix, found)
-        return step if self.k is not None else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
+        return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
 
     def multiplier_at(self, u: Tensor) -> Tensor:
-        rows = u.unsqueeze(-2) if self.k is None else u
+        rows = u.unsqueeze(-2) if self.single else u
         image = rows @ (symmetric_part(self.matrix) if self.symmetric else self.matrix.mT)
         values = (image * rows).sum(-1)
-        return values.squeeze(-1) if self.k is None else values
+        return values.squeeze(-1) if self.single else values
 
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return eigenvector_gradients(self, given)
@@ -242,7 +350,7 @@ class PrincipalEigenvectors(Problem):
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         if init is not None and self.dims_of(init) == 1:
             init = init.unsqueeze(-1)
-        if isinstance(self.A, Operator) and self.reference is not None:
+        if isinstance(self.A, Operator) and isinstance(self.reference, Tensor):
             # Every rank checks the whole reference, so that all ranks raise the error or none.
             errors.require_finite(reference=(ranks.whole(self.reference), 1))
         problem, init, _ = super().reduced(init, solver)
@@ -270,57 +378,58 @@ class PrincipalEigenvectors(Problem):
         return outcome
 
     def finished(self, outcome: Outcome) -> Outcome:
-        if self.k is not None:
+        if not self.single:
             return outcome
         # The sign is chosen and the dimension dropped here, where autograd does not record: that
         # saves two nodes of the graph.
         y = outcome.value.squeeze(-2)
-        value = y * _default_signs(y).unsqueeze(-1)
+        value = y * sphere.signs(self.directions(y)).unsqueeze(-1)
         return outcome._replace(value=value, multiplier=outcome.multiplier.squeeze(-1).clone())
 
     def present(self, outcome: Outcome) -> Solution:
         """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
         vectors, values, residual, gap, iterations, converged = outcome.tensors
         # New tensors, not views: a user may write into what a layer returns.
+        if self.skip:
+            vectors, values = vectors[..., self.skip :, :], values[..., self.skip :]
         if self.k is not None:
-            signs = self._signs(vectors)
+            signs = self.signs(vectors, self.flipped)
             if self.flipped:
                 values, vectors, signs = values.flip(-1), vectors.flip(-2), signs.flip(-1)
             vectors = vectors.mT * signs.unsqueeze(-2)
             values = values.clone()
+        elif self.skip:
+            signs = self.signs(vectors, False)
+            vectors, values = (vectors * signs.unsqueeze(-1)).squeeze(-2), values.squeeze(-1)
         elif self.reference is not None:
-            vectors = vectors * self._signs(vectors.unsqueeze(-2))
+            vectors = vectors * self.signs(vectors.unsqueeze(-2), False)
         values = values if self.largest else -values
         return Solution(vectors, values, residual, gap, iterations, converged)
 
     @property
     def flipped(self) -> bool:
         """Whether the requested order is the reverse of that of the solvers."""
-        return self.descending != self.largest and self.width > 1
+        return self.descending != self.largest and self.count > 1
 
-    def _signs(self, rows: Tensor) -> Tensor:
-        """The sign for each row, `(*, k)`.
+    def signs(self, rows: Tensor, flipped: bool) -> Tensor:
+        """The sign for each row, `(*, k)`, of vectors in the requested order or its reverse."""
+        reference = self.reference
+        if isinstance(reference, Tensor):
+            reference = whole(reference.detach()).to(rows)
+            if self._is_block(reference):
+                reference = reference.mT
+                reference = reference.flip(-2) if flipped else reference
+            else:
+                reference = reference.unsqueeze(-2)
+        return sphere.signs(self.directions(rows), reference)
 
-        It makes the product with the reference positive. Where the row is orthogonal to the
-        reference, the paper keeps the solver's sign; here a fixed direction decides, so that the
-        sign is reproducible.
-        """
-        if self.reference is None:
-            return _default_signs(rows)
-        rows = rows.detach()
-        both, one, tolerance = _references(rows)
-        reference = whole(self.reference.detach()).to(rows)
-        if self._is_block(reference):
-            reference = reference.mT
-            reference = reference.flip(-2) if self.flipped else reference
-        else:
-            reference = reference.unsqueeze(-2)
-        dots, second = (rows * reference).sum(-1), rows @ both[:, 1]
-        tolerance = tolerance * norm(reference) / self.n**0.5
-        dots = torch.where(dots.abs() <= tolerance, second, dots)
-        return torch.copysign(one, dots)
+    def directions(self, rows: Tensor) -> Tensor:
+        """Unit vectors in the directions of rows that a solver has found."""
+        return rows
 
     def hints(self) -> dict[str, tuple[Tensor | None, int]]:
+        if not isinstance(self.reference, Tensor):
+            return {}
         return {"reference": (self.reference, self.dims_of(self.reference))}
 
     def dims_of(self, vectors: Tensor | None) -> int:
@@ -367,41 +476,8 @@ _COMPILED_VECTORS = 32
 @functools.lru_cache(maxsize=64)
 def _bare(k: int | None, largest: bool) -> Any:
     """The problem of a default call, without its matrix."""
-    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest}
+    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
     return PrincipalEigenvectors.read(options)
-
-
-def _default_signs(rows: Tensor) -> Tensor:
-    """The sign for each vector without a reference, `(*, n)` to `(*,)`.
-
-    It makes the product with all ones positive, or if that is zero, with a fixed direction.
-    """
-    both, one, tolerance = _references(rows)
-    first, second = (rows.detach() @ both).unbind(-1)
-    # `hardshrink` sets `first` to zero up to the tolerance; above, it outweighs `second`.
-    side = torch.add(second, torch.hardshrink(first, tolerance), alpha=16 / tolerance)
-    return torch.copysign(one, side)
-
-
-def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
-    """`sphere.references` as columns, the number one, and the tolerance for a zero product.
-
-    They are cached unless the call is traced.
-    """
-    if plain(rows):
-        return _known_references(rows.shape[-1], rows.dtype, rows.device)
-    both = torch.stack(sphere.references(rows), -1)
-    # The first reference is all ones.
-    return both, both[0, 0], merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5
-
-
-@functools.lru_cache(maxsize=64)
-def _known_references(
-    n: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, float]:
-    with torch.inference_mode(False):  # autograd refuses inference tensors
-        both = torch.stack(sphere.references(torch.empty(n, dtype=dtype, device=device)), -1)
-        return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
 
 
 def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
@@ -428,12 +504,14 @@ def ied(
     A: Tensor | Operator,
     k: int | None = None,
     *,
+    M: Tensor | Operator | None = None,
+    skip: int = 0,
     largest: bool = True,
     symmetric: bool = True,
     descending: bool = True,
     solver: Solver | None = None,
     gradient: Gradient | None = None,
-    reference: Tensor | None = None,
+    reference: Tensor | int | str | None = None,
     init: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
@@ -449,13 +527,19 @@ def ied(
             With `symmetric=True` its symmetric part is used, and gradients are symmetric. Or a
             sparse tensor, a DTensor, or an operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it.
+        M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`
+            (docs/pairs.md): a tensor, a sparse tensor, or an operator, such as
+            `pmaf.operators.Diagonal(d)`.
+        skip: how many eigenvectors of the requested end to leave out, such as the constant
+            vector of a Laplacian.
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix.
         descending: order of the eigenvalues if there are several.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given.
+            all ones unless given. Or an integer, for that component to be positive, or
+            `"largest"`, for the component of largest modulus to be.
         init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.
@@ -474,6 +558,8 @@ def ied(
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
+        and M is None
+        and skip == 0
         and init is None
         and generator is None
         and isinstance(A, Tensor)
@@ -481,9 +567,9 @@ def ied(
         found = _small(A, k, largest)
         if found is not None:
             return found
-    problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference)
+    problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
     if generator is not None and init is None:
-        shape = (problem.n, problem.width)
+        shape = (problem.n, problem.count)
         init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
         init = init.to(problem.A.device, problem.A.dtype)
         init = init[..., 0] if k is None else init
@@ -505,6 +591,7 @@ class IED(nn.Module):
         self,
         k: int | None = None,
         *,
+        skip: int = 0,
         largest: bool = True,
         symmetric: bool = True,
         descending: bool = True,
@@ -514,18 +601,22 @@ class IED(nn.Module):
     ) -> None:
         super().__init__()
         self.k, self.largest, self.symmetric, self.descending = k, largest, symmetric, descending
+        self.skip = skip
         self.solver, self.gradient = solver or Auto(), gradient or Implicit()
         self.generator = generator
 
     def forward(
         self,
         A: Tensor | Operator,
-        reference: Tensor | None = None,
+        reference: Tensor | int | str | None = None,
         init: Tensor | None = None,
+        M: Tensor | Operator | None = None,
     ) -> Eigenpairs:
         return ied(
             A,
             self.k,
+            M=M,
+            skip=self.skip,
             largest=self.largest,
             symmetric=self.symmetric,
             descending=self.descending,
@@ -540,5 +631,6 @@ class IED(nn.Module):
         errors.refuse_script(self)
 
     def extra_repr(self) -> str:
-        names = ("k", "largest", "symmetric", "descending", "solver", "gradient")
+        skip = ("skip",) if self.skip else ()
+        names = ("k", *skip, "largest", "symmetric", "descending", "solver", "gradient")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

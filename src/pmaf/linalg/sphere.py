@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from pmaf.linalg.products import dot, norm
+from pmaf.linalg.roundings import merge_tolerance
+from pmaf.runtime.modes import plain
 
 
 def project(u: Tensor) -> Tensor:
@@ -44,3 +48,64 @@ def references(like: Tensor) -> tuple[Tensor, Tensor]:
     n = like.shape[-1]
     index = torch.arange(n, dtype=like.dtype, device=like.device)
     return torch.ones_like(index), torch.cos(index + 1)
+
+
+def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
+    """The sign for each unit vector, `(*, n)` to `(*,)`, which a reference decides.
+
+    * None: the product with all ones is positive.
+    * A tensor that broadcasts to `rows`: the product with it is positive.
+    * An integer: that component is positive.
+    * `"largest"`: the component of largest modulus is positive, the first of them if moduli are
+      equal up to rounding.
+
+    Where the product or the component is zero up to rounding, the paper keeps the solver's sign;
+    here the product with a fixed direction is positive, so that the sign is reproducible.
+    """
+    if reference is None:
+        return _default_signs(rows)
+    rows = rows.detach()
+    both, one, tolerance = _references(rows)
+    if isinstance(reference, str):
+        modulus = rows.abs()
+        least = (1 - merge_tolerance(rows.dtype)) * modulus.amax(-1, keepdim=True)
+        first = (modulus >= least).to(rows.dtype).argmax(-1, keepdim=True)
+        return torch.copysign(one, rows.gather(-1, first).squeeze(-1))
+    tolerance = tolerance / rows.shape[-1] ** 0.5
+    if isinstance(reference, Tensor):
+        chosen = (rows * reference).sum(-1)
+        tolerance = tolerance * norm(reference)
+    else:
+        chosen = rows[..., reference]
+    chosen = torch.where(chosen.abs() <= tolerance, rows @ both[:, 1], chosen)
+    return torch.copysign(one, chosen)
+
+
+def _default_signs(rows: Tensor) -> Tensor:
+    both, one, tolerance = _references(rows)
+    first, second = (rows.detach() @ both).unbind(-1)
+    # `hardshrink` sets `first` to zero up to the tolerance; above, it outweighs `second`.
+    side = torch.add(second, torch.hardshrink(first, tolerance), alpha=16 / tolerance)
+    return torch.copysign(one, side)
+
+
+def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    """`references` as columns, the number one, and the tolerance for a zero product.
+
+    They are cached unless the call is traced.
+    """
+    if plain(rows):
+        return known_references(rows.shape[-1], rows.dtype, rows.device)
+    both = torch.stack(references(rows), -1)
+    # The first reference is all ones.
+    return both, both[0, 0], merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5
+
+
+@functools.lru_cache(maxsize=64)
+def known_references(
+    n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, float]:
+    """The same for plain tensors of a size, a dtype and a device."""
+    with torch.inference_mode(False):  # autograd refuses inference tensors
+        both = torch.stack(references(torch.empty(n, dtype=dtype, device=device)), -1)
+        return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5

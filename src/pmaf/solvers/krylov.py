@@ -84,14 +84,15 @@ def find_eigenvectors(
     product = rows.of_symmetric_part if symmetric else rows
     guards = 1 if init is not None and k < n else 0
     start = _start(A, k, guards, init)
-    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    skip = problem.skip
+    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards, skip)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
         # Squares over- or underflow in the search or in the operator: search again in other units.
         rows.unit(product(start))  # raises an error where products overflow
         rows.change_units(start)
         product = rows.of_symmetric_part if symmetric else rows
-        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards, skip)
     rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
@@ -118,11 +119,12 @@ def search_eigenvectors(
     solver: Krylov,
     rows: Rows,
     guards: int = 0,
+    skip: int = 0,
 ) -> Found:
     return search(
         product,
         start,
-        Largest(k, guards) if symmetric else Dominant(guards),
+        Largest(k, guards, skip=skip) if symmetric else Dominant(guards),
         size=solver.size(start.shape[-1], k + guards),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,
@@ -132,12 +134,13 @@ def search_eigenvectors(
 
 
 def _start(A: Operator, k: int, guards: int, init: Tensor | None) -> Tensor:
-    """Pseudorandom rows `(B, k + guards, n)`, of which `init`, if given, replaces the first k."""
+    """Pseudorandom rows `(B, k + guards, n)`, of which `init`, if given, replaces the first."""
     n, B = A.shape[-1], A.batch_shape.numel()
     row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
     rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)
     if init is None:
         return rows
     require_finite(init=(init, 2))
-    given = unit_rows(init.detach().mT.expand(*A.batch_shape, k, n).reshape(B, k, n))
-    return torch.cat([given, rows[:, k:]], -2)
+    p = init.shape[-1]  # fewer than k if some vectors are skipped
+    given = unit_rows(init.detach().mT.expand(*A.batch_shape, p, n).reshape(B, p, n))
+    return torch.cat([given, rows[:, p:]], -2)

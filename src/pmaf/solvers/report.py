@@ -90,7 +90,7 @@ def outcome(
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
     if report:
-        gap = gap_of(problem.spectrum(), k) if problem.symmetric else problem.modulus_gap()
+        gap = gap_of(problem.spectrum(), k, problem.skip) if problem.symmetric else problem.modulus_gap()
     return Outcome(
         value=vectors.mT,
         multiplier=values,
@@ -113,14 +113,14 @@ def without_report(
         return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
 
 
-def gap_of(spectrum: Tensor, k: int) -> Tensor:
+def gap_of(spectrum: Tensor, k: int, skip: int = 0) -> Tensor:
     """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
 
-    `spectrum` has all eigenvalues, descending; the first `k` are requested. The distance is
-    infinite for `n = 1`.
+    `spectrum` has all eigenvalues, descending; the first `k` are requested, except for `skip` of
+    them. The distance is infinite for `n = 1`.
     """
     n = spectrum.shape[-1]
     if n == 1:
         return torch.full_like(spectrum[..., 0], torch.inf)
     steps = spectrum[..., :-1] - spectrum[..., 1:]
-    return steps[..., : min(k, n - 1)].amin(-1)
+    return steps[..., max(0, skip - 1) : min(k, n - 1)].amin(-1)

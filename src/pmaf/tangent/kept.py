@@ -49,7 +49,14 @@ class Exact(NamedTuple):
     gram: Tensor | None = None  # (*, p, p), float64, the smaller of AᵀA and AAᵀ, if it is kept
 
 
+class Congruence(NamedTuple):
+    """What reduces a pair `A`, `M = LLᵀ` to one matrix: `L⁻¹`, and `L⁻¹AL⁻ᵀ`."""
+
+    inverse: Tensor  # (*, n, n)
+    matrix: Tensor  # (*, n, n)
+
+
 NOTHING = Nothing()
-Kept = Nothing | Basis | Decomposition | Factor | Rate | Exact
+Kept = Nothing | Basis | Decomposition | Factor | Rate | Exact | Congruence
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, Factor)

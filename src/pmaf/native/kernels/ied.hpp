@@ -127,7 +127,7 @@ constexpr int NULLS = 8;
 
 template <class S> inline long backward_space(int n, int k, int rows) {
   const long stride = S::stride_of(n);
-  return 2 * stride * n + 6 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) + 16;
+  return 2 * stride * n + 6 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) + k * k + 16;
 }
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
@@ -206,6 +206,20 @@ inline long solve_complement(const Backward &p, long first, int filled,
     const F *from = (const F *)p.v + first * rows * n + place.start;
     load_row<R, F>(from, (long)rows * n, filled, n, row, place.stride);
   }
+  // For a gradient, z has a part along the other vectors, in closed form. The symmetric part of the
+  // products of v and y does not matter, and a difference below rounding of v counts as zero: for a
+  // function of the span it is zero, and two eigenvalues may be close.
+  const bool coupled = p.v && !p.shift && k > 1;
+  R *inside = shifts + rows + NULLS * stride;
+  for (int j = 0; j < k && coupled; ++j)
+    for (int i = 0; i <= j; ++i) {
+      const R *v = z + j * stride, *w = z + i * stride, rise = values[j] - values[i];
+      const R turn = all_of<R>(0.5) * (dot(v, y + i * stride, n) - dot(w, y + j * stride, n));
+      const R length = root(larger(dot(v, v, n), dot(w, w, n)));
+      const MaskOf<R> known = both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * length);
+      inside[i * k + j] = inside[j * k + i] =
+          choose(known, turn / choose(rise == none, one, rise), none);
+    }
   // λI − S plus what makes it as large along y as it is elsewhere.
   int nulls = 0;
   R *null = shifts + rows;
@@ -231,13 +245,6 @@ inline long solve_complement(const Backward &p, long first, int filled,
       factor(shifts[j]);
     }
     R *row = z + j * stride;
-    // For a gradient, v has a part along the other vectors, which is solved in closed form.
-    R inside[64];
-    for (int i = 0; i < k; ++i) {
-      const R along = dot(row, y + i * stride, n), rise = shifts[j] - values[i];
-      if (i < 64)
-        inside[i] = choose(size_of(rise) > equal, along / choose(rise == none, one, rise), none);
-    }
     clear(row);
     for (int i = 0; i < n; ++i) right[i] = row[i];
     for (;;) {
@@ -264,9 +271,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       ++nulls;
       for (int i = 0; i < n; ++i) row[i] = right[i];
     }
-    if (!p.shift && k > 1)
-      for (int i = 0; i < k; ++i)
-        if (i != j) add(row, inside[i], y + i * stride, n);
+    for (int i = 0; i < k && coupled; ++i) add(row, inside[i * k + j], y + i * stride, n);
   }
   long many = 0;
   for (int l = 0; l < lanes && l < filled; ++l) {

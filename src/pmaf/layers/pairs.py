@@ -1,0 +1,306 @@
+"""Pairs of matrices: `Ay = λMy` with `yᵀMy = 1`, for a symmetric positive definite `M`.
+
+A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`. For a
+dense pair `T` is Cholesky's factor, and the derivative does not go through it: with `z` from
+`(λM − A)z = v − My(yᵀv)`, `yᵀMz = 0`,
+
+    ∂L/∂A = ½(zyᵀ + yzᵀ) + ∂L/∂λ yyᵀ,   ∂L/∂M = −λ ∂L/∂A − ½(yᵀv) yyᵀ.
+
+For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has a part
+inside the span for the antisymmetric part alone, so that functions of the span need no division by the
+differences of the eigenvalues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.eigenvectors import EigenConditions, symmetric_newton, symmetric_product
+from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.linalg import sphere
+from pmaf.linalg.products import symmetric_part
+from pmaf.operators.base import Operator
+from pmaf.operators.congruent import Congruent, entries, solve_root
+from pmaf.operators.diagonal import Diagonal
+from pmaf.operators.matrix import Matrix
+from pmaf.problem import in_dtype
+from pmaf.runtime import ranks
+from pmaf.runtime.log import took
+from pmaf.runtime.modes import full_precision, plain
+from pmaf.solution import Certificate, Solution
+from pmaf.solvers import Solver
+from pmaf.solvers.base import Outcome
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import NOTHING, Congruence, Kept, Nothing
+
+
+@dataclass(frozen=True, eq=False)
+class PairedEigenvectors(PrincipalEigenvectors):
+    """`PrincipalEigenvectors` of two dense matrices, both of which get gradients."""
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 2}
+
+    def directions(self, rows: Tensor) -> Tensor:
+        return sphere.project(rows)
+
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        A, M = self.tensors
+        took("pairs: Cholesky")
+        inverse, C = congruence(A, M, checked=True)
+        if init is not None:
+            init = inverse @ (symmetric_part(M) @ init)
+        found = _alone(self, C).solved_by(solver, init, report)
+        kept = Congruence(inverse, C) if isinstance(found.kept, Nothing) else found.kept
+        return found._replace(value=found.value @ inverse, kept=kept)
+
+    def divided(self, unit: Tensor) -> Any:
+        # Eigenvalues are proportional to A; in M they are of degree −1.
+        return self.changed(A=self.A / unit[..., None, None])
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kind: type[Kept],
+        kept: Sequence[Tensor | None],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        return None
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        if self.single:
+            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
+            v = None if v is None else v.unsqueeze(-2)
+            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
+        along = None if d_multiplier is None else d_multiplier.unsqueeze(-1) * y
+        z, normal = along, None
+        if v is not None:
+            A, M = tensors
+            kept = state.kept
+            if isinstance(kept, Congruence):
+                state = state._replace(kept=NOTHING)
+            if isinstance(kept, Congruence) and not torch.is_grad_enabled():
+                inverse, C = kept
+            else:
+                inverse, C = congruence(A, M)
+            x = y @ symmetric_part(M) @ inverse.mT
+            inside = v @ y.mT
+            normal = 0.5 * (inside + inside.mT)
+            across = v @ inverse.mT - normal @ x
+            conditions = EigenConditions(C, x, state.shift, None, True, state)
+            z = conditions.tangent_solve(across) @ inverse
+            z = z if along is None else z + along
+        assert z is not None
+        dA = symmetric_product(z, y) if needs[0] else None
+        if not needs[1]:
+            return dA, None
+        z = state.shift.unsqueeze(-1) * z
+        z = z if normal is None else z + 0.5 * normal @ y
+        return dA, -symmetric_product(z, y)
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        A, M = self.tensors
+        inverse, C = congruence(A, M)
+        before, still = congruence(*fixed.tensors)
+        metric = symmetric_part(M)
+        y, values = found.value, found.multiplier
+        if self.single:
+            y, values = y.unsqueeze(-2), values.unsqueeze(-1)
+        x = y @ symmetric_part(fixed.M) @ before.mT
+        step = symmetric_newton(C, still, found._replace(value=x, multiplier=values))
+
+        def paired(y: Tensor) -> Tensor:
+            y = y.unsqueeze(-2) if self.single else y
+            y = step(y @ metric @ inverse.mT) @ inverse
+            return y.squeeze(-2) if self.single else y
+
+        return paired
+
+
+def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
+    """`L⁻¹` and `C = L⁻¹AL⁻ᵀ` for `M = LLᵀ`, of the symmetric parts; differentiable.
+
+    `L⁻¹` is formed, because it is used six times in both passes, and products with it are several
+    times faster than triangular solves. The errors of both are about cond(L) roundings.
+    """
+    lower, info = torch.linalg.cholesky_ex(symmetric_part(M))
+    if checked and bool(info.any()):
+        _refuse(M, info != 0)
+    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return inverse, symmetric_part(inverse @ symmetric_part(A) @ inverse.mT)
+
+
+def _refuse(M: Tensor, bad: Tensor) -> None:
+    """Raise the error of a matrix that is not positive definite."""
+    errors.require_finite(M=(M, M.dim() - bad.dim()))
+    where = f" in {int(bad.sum())} of {bad.numel()} batch entries" if bad.dim() else ""
+    raise ValueError(
+        f"M is not positive definite{where}, up to rounding in {M.dtype}; add a multiple of the "
+        "identity to it, use float64, or exchange A and M if A is the positive definite one"
+    )
+
+
+class _Change:
+    """The change of variables `x = Tᵀy` with `M = TTᵀ`, for a diagonal or a dense `M`."""
+
+    def __init__(self, M: Tensor | Diagonal) -> None:
+        self.dims = 1 if isinstance(M, Diagonal) else 2
+        if isinstance(M, Diagonal):
+            bad = ~(M.d > 0)
+            if plain(M.d) and bool(bad.any()):
+                _refuse(M.d, bad.any(-1))
+            self.root = M.d.sqrt()
+        else:
+            self.root, info = torch.linalg.cholesky_ex(symmetric_part(M))
+            if bool(info.any()):
+                _refuse(M, info != 0)
+
+    def reduced(self, A: Tensor | Operator) -> Tensor | Operator:
+        """`T⁻¹AT⁻ᵀ`."""
+        if isinstance(A, Operator):
+            return Congruent(A, self.root, self.dims)
+        assert self.dims == 1
+        return A / self.root.unsqueeze(-1) / self.root.unsqueeze(-2)
+
+    def forth(self, y: Tensor) -> Tensor:
+        """`Tᵀy` for columns `(*, n, k)`."""
+        return self.root.unsqueeze(-1) * y if self.dims == 1 else self.root.mT @ y
+
+    def back(self, x: Tensor) -> Tensor:
+        """`T⁻ᵀx` for columns `(*, n, k)`."""
+        return solve_root(self.root, x.mT, self.dims, transposed=True).mT
+
+
+# Up to this many rows, the entries of an operator M are formed where A is an operator, too.
+_FORMED = 2048
+
+
+def run_pairs(
+    problem: PrincipalEigenvectors,
+    solver: Solver,
+    gradient: Gradient,
+    *,
+    init: Tensor | None,
+    report: bool,
+    throw: bool,
+) -> Solution:
+    """The solution of a problem that has an `M`, by the way that suits the kinds of `A` and `M`."""
+    if not isinstance(gradient, (Implicit, Unroll)):
+        raise TypeError(
+            f"gradient={gradient!r} is a rule for one matrix; use Implicit() or Unroll() with M"
+        )
+    if init is not None:
+        problem.require_start(init)
+        init = init.detach()
+    posed = _posed(problem)
+    options: dict[str, Any] = {"report": report, "throw": throw}
+    if isinstance(posed, PairedEigenvectors):
+        return posed.run(solver, gradient, init=init, **options)
+    dtype = problem.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        init = None if init is None else init.float()
+        posed = posed.changed(A=_in_float(posed.A), M=_in_float(posed.M))
+    diagonal = isinstance(posed.M, Diagonal)
+    if not torch.compiler.is_compiling():  # a trace cannot follow a log
+        took("pairs: diagonal" if diagonal else "pairs: factor and products")
+    # Autocast does not reach the quotients of a diagonal M, and meta tensors have none.
+    with nullcontext() if diagonal else full_precision(problem.device):
+        change = _Change(posed.M)
+        columns = init if init is None or problem.dims_of(init) == 2 else init.unsqueeze(-1)
+        start = None if columns is None else change.forth(columns)
+        start = start.squeeze(-1) if start is not None and problem.k is None else start
+        inner = posed.changed(A=change.reduced(posed.A), M=None, reference=None)
+        found = inner.run(solver, gradient, init=start, **options)
+        x = found.value.unsqueeze(-1) if problem.k is None else found.value
+        y = change.back(x)
+        signs = posed.signs(sphere.project(y.detach().mT), False)
+        y = y * signs.unsqueeze(-2)
+        y = y.squeeze(-1) if problem.k is None else y
+    return in_dtype(dtype, replace(found, value=y))
+
+
+def _in_float(x: Any) -> Any:
+    return x.with_tensors([t.float() for t in x.tensors]) if isinstance(x, Operator) else x.float()
+
+
+def _posed(problem: PrincipalEigenvectors) -> PrincipalEigenvectors:
+    """The problem with a pair of dense matrices, or one whose `M` has a factor."""
+    A, M = problem.A, problem.M
+    flat = [x for part in (A, M) for x in (part.tensors if isinstance(part, Operator) else (part,))]
+    products = any(isinstance(x, Operator) for x in (A, M))
+    if products and ranks.mesh_of(*flat) is not None:
+        raise NotImplementedError(
+            "pairs whose matrices are cut over ranks are not supported; cut the batch instead, or "
+            "divide A by the roots of a diagonal M"
+        )
+    if isinstance(M, Matrix):
+        M = M.A
+    if isinstance(M, Diagonal):
+        return problem.changed(M=M)
+    if isinstance(M, Operator):
+        if isinstance(A, Operator) and problem.n > _FORMED:
+            raise ValueError(
+                f"{M!r} has more than {_FORMED} rows, and its factor would have as many entries as "
+                "a dense matrix; use a diagonal M (such as a lumped mass matrix), "
+                "pmaf.operators.Diagonal(d), or pass M as a dense tensor"
+            )
+        took("pairs: entries of M")
+        M = entries(M)
+    if isinstance(A, Operator):
+        return problem.changed(M=M)
+    x = problem
+    return PairedEigenvectors(A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
+
+
+def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
+    """A certificate for the matrix to which the pair reduces.
+
+    `feasibility` is the largest entry of `YᵀMY − I`. For dense matrices everything is in float64.
+    """
+    posed = _posed(problem)
+    Y = value.detach().unsqueeze(-1) if problem.k is None else value.detach()
+    A, M = posed.A, posed.M
+    if isinstance(A, Operator):
+        change = _Change(M)
+        inner: Any = posed.changed(A=change.reduced(A), M=None)
+        X = change.forth(Y.to(A.dtype))
+        X = X.squeeze(-1) if problem.k is None else X
+        return certify_eigenvectors_by_products(inner, X)
+    dense = torch.diag_embed(M.d) if isinstance(M, Diagonal) else M
+    change = _Change(dense.detach().double())
+    inverse, C = congruence(A.detach().double(), dense.detach().double())
+    X = change.forth(Y.double())
+    return certify_eigenvectors(_alone(problem, C), X.squeeze(-1) if problem.k is None else X)
+
+
+def _alone(problem: PrincipalEigenvectors, C: Tensor) -> PrincipalEigenvectors:
+    """The problem of one matrix, with the options of a pair except for its reference."""
+    bare = PrincipalEigenvectors.read({name: getattr(problem, name) for name in _OPTIONS})
+    return bare.with_tensors(C)
+
+
+_OPTIONS = ("k", "largest", "symmetric", "descending", "skip")

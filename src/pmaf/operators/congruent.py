@@ -1,0 +1,116 @@
+"""An operator in other variables, and the entries of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.products import broadcast
+from pmaf.operators.base import Operator
+
+
+class Congruent(Operator):
+    """`T⁻¹ A T⁻ᵀ`; gradients reach the tensors of `A`, and `T`.
+
+    Args:
+        A: an operator `(*, n, n)`.
+        T: `(*, n)`, a diagonal matrix, or `(*, n, n)`, a lower triangular one.
+        dims: of one batch entry of `T`, 1 or 2.
+    """
+
+    def __init__(self, A: Operator, T: Tensor, dims: int) -> None:
+        self.A, self.T, self.dims, self.symmetric = A, T, dims, A.symmetric
+
+    @property
+    def shape(self) -> torch.Size:
+        lead = self.T.shape[: self.T.dim() - self.dims]
+        return torch.Size((*broadcast(self.A.batch_shape, lead), *self.A.shape[-2:]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.A.tensors, self.T)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.A.device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Congruent:
+        *others, T = tensors
+        return Congruent(self.A.with_tensors(others), T, self.dims)
+
+    def claims(self) -> Iterator[Operator]:
+        return self.A.claims()
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return solve_root(self.T, self._product(self.A.matvec, self._inner(rows)), self.dims)
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return solve_root(self.T, self._product(self.A.rmatvec, self._inner(rows)), self.dims)
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        *others, need = needs
+        inner, outer = self._inner(right), self._inner(left)
+        found = self.A.pullback(self._lifted(outer), self._lifted(inner), others)
+        if not need:
+            return [*found, None]
+        # With l = T⁻ᵀ left and r = T⁻ᵀ right, the derivative of lᵀAr in T comes by l and by r.
+        image = self._product(self.A.matvec, inner)
+        other = self._product(self.A.rmatvec, outer)
+        with torch.enable_grad():
+            T = self.T.detach().requires_grad_()
+            both = (solve_root(T, x, self.dims, transposed=True) for x in (left, right))
+            total = sum((x * y).sum() for x, y in zip(both, (image, other)))
+            assert isinstance(total, Tensor)
+            (dT,) = torch.autograd.grad(total, T)
+        return [*found, dT]
+
+    def _inner(self, rows: Tensor) -> Tensor:
+        return solve_root(self.T, rows, self.dims, transposed=True)
+
+    def _product(self, product: Any, rows: Tensor) -> Tensor:
+        return product(self._lifted(rows)).reshape(rows.shape)
+
+    def _lifted(self, rows: Tensor) -> Tensor:
+        # A matrix without a batch takes the rows of all batch entries.
+        return rows if self.A.batch_shape else rows.reshape(-1, rows.shape[-1])
+
+    def __repr__(self) -> str:
+        return f"Congruent({self.A!r})"
+
+
+def solve_root(T: Tensor, rows: Tensor, dims: int, transposed: bool = False) -> Tensor:
+    """`T⁻¹x`, or `T⁻ᵀx`, for every row `(*, p, n)`; see `Congruent`."""
+    if dims == 1:
+        return rows / T.unsqueeze(-2)
+    # Rows xᵀ with xᵀTᵀ or xᵀT given.
+    return torch.linalg.solve_triangular(T if transposed else T.mT, rows, upper=not transposed, left=False)
+
+
+def entries(A: Operator) -> Tensor:
+    """The entries of an operator, `(*, m, n)`, by n products, with gradients to its tensors."""
+    return _Entries.apply(A.with_tensors([x.detach() for x in A.tensors]), *A.tensors)  # pyright: ignore
+
+
+class _Entries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, A: Operator, *tensors: Tensor) -> Tensor:
+        ctx.A = A
+        return A.matvec(_units(A)).mT.contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        left = grads[0].mT.contiguous()
+        return None, *ctx.A.pullback(left, _units(ctx.A), ctx.needs_input_grad[1:])
+
+
+def _units(A: Operator) -> Tensor:
+    n = A.shape[-1]
+    return torch.eye(n, dtype=A.dtype, device=A.device).expand(*A.batch_shape, n, n)

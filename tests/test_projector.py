@@ -1,0 +1,109 @@
+"""`Eigenpairs.projector()`: gradients where eigenvalues inside the group nearly repeat."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import pmaf
+from pmaf.operators import Matrix
+from pmaf.solvers import Dense, Lanczos
+
+T = torch.float64
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=T)
+
+
+def nearly_repeated(gap, n=6, seed=0):
+    """Eigenvalues 3 + gap, 3, 3 − gap above others, their vectors, and the matrix."""
+    values = torch.tensor([3 + gap, 3.0, 3 - gap, 1.0, 0.5, -2.0], dtype=T)[:n]
+    q = torch.linalg.qr(randn(n, n, seed=seed))[0]
+    return values, q, (q * values) @ q.mT
+
+
+def resolvent(values, q, k, G):
+    """The exact gradient: `Σ (qᵢᵀGqⱼ)/(λᵢ − λⱼ)` for i in the group and j outside."""
+    inside, outside = q[:, :k], q[:, k:]
+    G = 0.5 * (G + G.mT)
+    middle = inside.mT @ (2 * G) @ outside / (values[:k, None] - values[None, k:])
+    S = inside @ middle @ outside.mT
+    return 0.5 * (S + S.mT)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("solver", [None, Dense(), Lanczos(), "operator"], ids=repr)
+@pytest.mark.parametrize(
+    ("dtype", "gap"),
+    [(T, 0.0), (T, 1e-14), (T, 1e-12), (T, 1e-9), (T, 1e-3)]
+    + [(torch.float32, gap) for gap in (0.0, 1e-6, 1e-5, 1e-3)],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_nearly_repeated_eigenvalues(dtype, gap, solver, create_graph, seed):
+    values, q, A = nearly_repeated(gap, seed=seed)
+    if solver == "operator" and create_graph:
+        pytest.skip("operators have first derivatives only")
+    # Towards the projector itself, most of G lies inside the span, where nothing may come of it.
+    for G in (randn(6, 6, seed=seed + 9), randn(6, 6, seed=seed) / 64 + q[:, :3] @ q[:, :3].mT):
+        leaf = A.to(dtype).requires_grad_()
+        given, method = (Matrix(leaf), None) if solver == "operator" else (leaf, solver)
+        P = pmaf.ied(given, 3, solver=method).projector()
+        (found,) = torch.autograd.grad((P * G.to(dtype)).sum(), leaf, create_graph=create_graph)
+        truth = resolvent(values, q, 3, G)
+        # The group is 2 apart from the rest, so that rounding is magnified by less than ten.
+        tolerance = 100 * torch.finfo(dtype).eps * float(G.norm())
+        found = found.detach().to(T)
+        torch.testing.assert_close(0.5 * (found + found.mT), truth, rtol=0, atol=tolerance)
+        P = P.detach()
+        torch.testing.assert_close(P.to(T), q[:, :3] @ q[:, :3].mT, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-12, 1e-9, 1e-4])
+def test_density_matrices_of_pairs(gap):
+    """A congruence `A → LALᵀ`, `M = LLᵀ` turns the exact gradient of one matrix into that of a pair."""
+    values, q, C = nearly_repeated(gap)
+    L = torch.tril(randn(6, 6, seed=3)) / 4 + torch.eye(6, dtype=T)
+    W = torch.linalg.inv(L)
+    A, M = (L @ C @ L.mT).requires_grad_(), (L @ L.mT).requires_grad_()
+    G = randn(6, 6, seed=4)
+    G = G + G.mT
+    found = torch.autograd.grad((pmaf.ied(A, 3, M=M).projector() * G).sum(), (A, M))
+    Y, others = W.mT @ q[:, :3], W.mT @ q[:, 3:]
+    middle = Y.mT @ (2 * G) @ others / (values[:3, None] - values[None, 3:])
+    dA = Y @ middle @ others.mT
+    # Along `others` M acts by λ of the group, and inside the span it shortens the vectors.
+    dM = -Y @ (values[:3, None] * middle) @ others.mT - Y @ (Y.mT @ G @ Y) @ Y.mT
+    size = float(torch.linalg.cond(M.detach())) * float(G.norm())
+    for x, y in zip(found, (dA, dM), strict=True):
+        atol = 1000 * torch.finfo(T).eps * size
+        torch.testing.assert_close(x, 0.5 * (y + y.mT), rtol=0, atol=atol)
+
+
+def test_a_single_vector_keeps_its_large_derivative():
+    """What is above rounding is not touched: a vector of a close pair turns by 1/gap."""
+    gap = 1e-6
+    A = torch.diag(torch.tensor([3 + gap, 3.0, 1.0], dtype=T)).requires_grad_()
+    (found,) = torch.autograd.grad(pmaf.ied(A, 2).vectors[1, 0], A)
+    assert float(found[0, 1]) == pytest.approx(0.5 / gap, rel=1e-8)
+
+
+@pytest.mark.parametrize("k", [None, 1, 2, 4])
+@pytest.mark.parametrize("batch", [(), (4,), (4, 4)])
+def test_shapes(k, batch):
+    """Also where the batch is as large as n, and k."""
+    A = randn(*batch, 4, 4)
+    A = A + A.mT
+    pairs = pmaf.ied(A, k)
+    columns = pairs.vectors.unsqueeze(-1) if k is None else pairs.vectors
+    P = pairs.projector()
+    assert P.shape == (*batch, 4, 4)
+    torch.testing.assert_close(P, columns @ columns.mT)
+    compiled = torch.func.vmap(lambda A: pmaf.ied(A, k).projector())(A) if batch else P
+    torch.testing.assert_close(compiled, P)
+
+
+def test_differences():
+    A = randn(5, 5).requires_grad_()
+    assert gradcheck(lambda A: pmaf.ied(A, 2).projector(), A)
+    assert gradcheck(lambda A: pmaf.ied(A).projector(), A)
