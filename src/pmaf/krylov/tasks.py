@@ -24,18 +24,20 @@ class Largest:
         guards: how many more are computed until they prove to be smaller. A search from vectors
             that the user gives needs one: it might converge before a larger eigenvalue appears.
         extra: how many more are computed during the whole search.
+        copies: how often each eigenvalue occurs by construction; k is a multiple of it.
     """
 
-    def __init__(self, k: int, guards: int = 0, extra: int = 0) -> None:
+    def __init__(self, k: int, guards: int = 0, extra: int = 0, copies: int = 1) -> None:
         self.wanted, self.guards, self.width = k, guards, k + guards + extra
+        self.copies = copies
 
     def inside(self, space: Space) -> Inside:
         theta, s = torch.linalg.eigh(space.matrix)
         w, j, k = self.width, space.width, self.wanted
         kept = max(w, min(j - w, w + (j - w) // 2))
         # The gaps between the requested eigenvalues, and to the next one.
-        gaps = theta.diff(dim=-1)[:, -k:]
-        gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
+        gaps = theta.diff(dim=-1).flip(-1)[:, self.copies - 1 : k : self.copies]
+        gap = gaps.amin(-1) if j > self.copies else torch.full_like(theta[:, 0], torch.inf)
         order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
         # Chebyshev polynomials on the unwanted spectrum grow by exp(2√part) at the wanted values.
         beyond = values[:, k - 1 : k] - values[:, k : k + self.guards]

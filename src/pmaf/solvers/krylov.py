@@ -84,14 +84,16 @@ def find_eigenvectors(
     product = rows.of_symmetric_part if symmetric else rows
     guards = 1 if init is not None and k < n else 0
     start = _start(A, k, guards, init)
-    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards, problem.copies)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
         # Squares over- or underflow in the search or in the operator: search again in other units.
         rows.unit(product(start))  # raises an error where products overflow
         rows.change_units(start)
         product = rows.of_symmetric_part if symmetric else rows
-        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards)
+        found = search_eigenvectors(
+            product, start, k, symmetric, solver, rows, guards, problem.copies
+        )
     rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
@@ -118,11 +120,12 @@ def search_eigenvectors(
     solver: Krylov,
     rows: Rows,
     guards: int = 0,
+    copies: int = 1,
 ) -> Found:
     return search(
         product,
         start,
-        Largest(k, guards) if symmetric else Dominant(guards),
+        Largest(k, guards, copies=copies) if symmetric else Dominant(guards),
         size=solver.size(start.shape[-1], k + guards),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,

@@ -90,7 +90,11 @@ def outcome(
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
     if report:
-        gap = gap_of(problem.spectrum(), k) if problem.symmetric else problem.modulus_gap()
+        gap = (
+            problem.modulus_gap()
+            if not problem.symmetric
+            else (gap_of(problem.spectrum(), k, problem.copies))
+        )
     return Outcome(
         value=vectors.mT,
         multiplier=values,
@@ -113,12 +117,13 @@ def without_report(
         return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
 
 
-def gap_of(spectrum: Tensor, k: int) -> Tensor:
+def gap_of(spectrum: Tensor, k: int, copies: int) -> Tensor:
     """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
 
-    `spectrum` has all eigenvalues, descending; the first `k` are requested. The distance is
-    infinite for `n = 1`.
+    `spectrum` has all eigenvalues, descending, each `copies` times; the first `k` are requested.
+    The distance is infinite if there is one eigenvalue only.
     """
+    spectrum, k = spectrum[..., ::copies], -(-k // copies)
     n = spectrum.shape[-1]
     if n == 1:
         return torch.full_like(spectrum[..., 0], torch.inf)
