@@ -154,40 +154,21 @@ def in_phase(y: Tensor, reference: Tensor | None) -> Tensor:
     the reference `(*, 1 or k, n)`, and if that product is, too, the component of largest modulus is
     made positive.
     """
-    both, tolerance = _directions(y)
+    # Sums, not products of matrices, which start threads for a few numbers.
     if reference is None:
-        first, second = (y @ both).unbind(-1)
+        first, length = y.sum(-1), y.shape[-1] ** 0.5
     else:
         reference = reference.to(y)
-        first, second = (reference.conj() * y).sum(-1), y @ both[:, 1]
-        tolerance = tolerance * norm(reference) / y.shape[-1] ** 0.5
-    known = first.detach().abs() > tolerance
+        first, length = (reference.conj() * y).sum(-1), norm(reference)
+    tolerance = merge_tolerance(y.dtype)
+    known = first.detach().abs() > tolerance * length
     if not (plain(y) and bool(known.all())):
-        _, limit = _directions(y)
         largest = y.detach().abs().argmax(-1, keepdim=True)
         last = y.gather(-1, largest).squeeze(-1)
-        second = torch.where(second.detach().abs() > limit, second, last)
+        second = (sphere.references(y.real)[1] * y).sum(-1)
+        second = torch.where(second.detach().abs() > tolerance * y.shape[-1] ** 0.5, second, last)
         first = torch.where(known, first, second)
     return y * (first.conj() / first.abs()).unsqueeze(-1)
-
-
-def _directions(y: Tensor) -> tuple[Tensor, float]:
-    """`sphere.references` as complex columns, and the tolerance for a zero product."""
-    if plain(y):
-        return _known_directions(y.shape[-1], y.dtype, y.device)
-    return _new_directions(y.shape[-1], y.dtype, y.device)
-
-
-def _new_directions(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    like = torch.empty(n, dtype=dtype.to_real(), device=device)
-    both = torch.stack(sphere.references(like), -1).to(dtype)
-    return both, merge_tolerance(dtype) * n**0.5
-
-
-@functools.lru_cache(maxsize=64)
-def _known_directions(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    with torch.inference_mode(False):  # autograd refuses inference tensors
-        return _new_directions(n, dtype, device)
 
 
 def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
