@@ -30,7 +30,7 @@ from pmaf.linalg.embedding import (
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.operators.base import Operator
-from pmaf.operators.embedded import Embedded
+from pmaf.operators.embedded import Embedded, real_of
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.runtime.ranks import whole
@@ -180,7 +180,7 @@ def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
 
 def real_problem(problem: Any) -> Any:
     """Complex least squares as real ones."""
-    return problem.changed(A=embedded(problem.A), b=real_rows(problem.b))
+    return problem.changed(A=embedded(problem.A), b=real_of(problem.b))
 
 
 def reduced_least_squares(

@@ -45,28 +45,30 @@ class Embedded(Operator):
         return map(Embedded, self.part.claims())
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
-        part, exponents = self.part.in_units(_complex(rows))
+        part, exponents = self.part.in_units(complex_of(rows))
         return Embedded(part), exponents
 
     def matvec(self, rows: Tensor) -> Tensor:
-        return _real(self.part.matvec(_complex(rows)))
+        return real_of(self.part.matvec(complex_of(rows)))
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return _real(self.part.rmatvec(_complex(rows)))
+        return real_of(self.part.rmatvec(complex_of(rows)))
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        return self.part.pullback(_complex(left), _complex(right), needs)
+        return self.part.pullback(complex_of(left), complex_of(right), needs)
 
     def __repr__(self) -> str:
         return repr(self.part)
 
 
-# Rows are on every rank, and the views below are not defined for DTensors.
+# The views in `complex_rows` and `real_rows` are not defined for DTensors.
 
 
-def _complex(rows: Tensor) -> Tensor:
+def complex_of(rows: Tensor) -> Tensor:
+    """`complex_rows`, on every rank if the rows are a DTensor."""
     return replicate(complex_rows(whole(rows)), mesh_of(rows))
 
 
-def _real(rows: Tensor) -> Tensor:
+def real_of(rows: Tensor) -> Tensor:
+    """`real_rows`, on every rank if the rows are a DTensor."""
     return replicate(real_rows(whole(rows)), mesh_of(rows))
