@@ -499,8 +499,8 @@ OPERATOR = [
     Bug(
         "gap of a search as if one vector had been asked for",
         "krylov/tasks.py",
-        "gaps = theta.diff(dim=-1)[:, -k:]",
-        "gaps = theta.diff(dim=-1)[:, -1:]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, self.copies - 1 : k : self.copies]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, self.copies - 1 : self.copies]",
         "test_ied_solution.py::test_the_gap_is_that_of_the_vectors_asked_for",
     ),
     Bug(
@@ -1174,8 +1174,8 @@ SOLVERS = [
     Bug(
         "dense: gap of the smallest",
         "solvers/dense.py",
-        "gap=gap_of(values.detach().flip(-1), k, problem.skip) if report else unknown,",
-        "gap=gap_of(values.detach(), k, problem.skip).abs() if report else unknown,",
+        "gap=gap_of(values.detach().flip(-1), problem) if report else unknown,",
+        "gap=gap_of(values.detach(), problem).abs() if report else unknown,",
         "test_ied_solution.py test_ied_gradients.py::"
         "test_finite_through_a_repeated_requested_eigenvalue",
     ),

@@ -59,7 +59,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
+def complex_randn(*shape: int) -> Tensor:
+    return torch.complex(randn(*shape), randn(*shape, seed=9))
+
+
 def weights(x: Tensor) -> Tensor:
+    if x.is_complex():
+        angles = torch.arange(x.numel(), dtype=F64)
+        return torch.polar(torch.ones_like(angles), angles).reshape(x.shape)
     return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
 
 
@@ -77,7 +84,7 @@ def everywhere(x: Tensor) -> Tensor:
 def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     """Of a loss that every rank computes from the solution that it has."""
     plain = [x.to_local() if isinstance(x, DTensor) else x for x in outputs]
-    loss = torch.stack([(weights(x) * x).sum() for x in plain]).sum()
+    loss = torch.stack([torch.real((weights(x) * x).sum()) for x in plain]).sum()
     found = torch.autograd.grad(loss, leaves)
     for dx, x in zip(found, leaves):
         if isinstance(x, DTensor):
@@ -154,6 +161,21 @@ def declared(mesh: DeviceMesh | None) -> list[Tensor]:
     return gradients([solution.value, solution.multiplier], [X, c])
 
 
+def gram_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = by_rows(complex_randn(53, 6), mesh)
+    return gradients(list(pmaf.ied(Gram(X, scale=1 / 52), k=2)), [X])
+
+
+def square_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(complex_randn(7, 7), mesh)
+    return gradients(list(pmaf.ied(A, largest=False)), [A])
+
+
+def least_squares_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, b = by_rows(complex_randn(53, 6), mesh), by_rows(complex_randn(53), mesh)
+    return gradients([pmaf.less(A, b, radius=1.3)], [A, b])
+
+
 ROWS = (
     declared,
     gram,
@@ -167,14 +189,34 @@ ROWS = (
     least_squares_inner,
     least_squares_outer,
     least_squares_of_zero,
+    gram_complex,
+    square_complex,
+    least_squares_complex,
 )
 
 
 def whole_loss(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     """Of a loss over a batch of which every rank has a part: DTensors all the way."""
-    loss = torch.stack([x.pow(3).sum() for x in outputs]).sum()
+    loss = torch.stack([_cubes(x) for x in outputs]).sum()
     found = torch.autograd.grad(loss, leaves)
     return [everywhere(x) for x in (*outputs, *found)]
+
+
+def _cubes(x: Tensor) -> Tensor:
+    """The sum of third powers, also of real and imaginary parts, by operations of DTensors."""
+    return x.pow(3).sum() if not x.is_complex() else (x - 0.5j).abs().pow(3).sum()
+
+
+def batch_of_hermitian(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, reference = by_rows(complex_randn(5, 4, 4), mesh), complex_randn(5, 4)
+    found = whole_loss(list(pmaf.ied(A, k=2, reference=reference)), [A])
+    assert mesh is None or pmaf.ied(A).vectors.placements == (Shard(0),)
+    return found
+
+
+def batch_of_complex_problems(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, b = by_rows(complex_randn(5, 8, 3), mesh), by_rows(complex_randn(5, 8), mesh)
+    return whole_loss([pmaf.less(A, b)], [A, b])
 
 
 def batch_of_declared(mesh: DeviceMesh | None) -> list[Tensor]:
@@ -214,6 +256,8 @@ BATCHES = (
     batch_with_references,
     batch_of_problems,
     batch_with_one_matrix,
+    batch_of_hermitian,
+    batch_of_complex_problems,
 )
 
 

@@ -359,7 +359,9 @@ ERRORS = [
     (dict(M=-torch.eye(4, dtype=T)), ValueError, "M is not positive definite"),
     (dict(M=torch.zeros(4, 4, dtype=T)), ValueError, "M is not positive definite"),
     (
-        dict(M=torch.stack([torch.eye(4, dtype=T), torch.diag(torch.tensor([1.0, 1, 1, -1])).to(T)])),
+        dict(
+            M=torch.stack([torch.eye(4, dtype=T), torch.diag(torch.tensor([1.0, 1, 1, -1])).to(T)])
+        ),
         ValueError,
         "in 1 of 2 batch entries.*add a multiple of the identity",
     ),

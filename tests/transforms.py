@@ -48,6 +48,7 @@ class Column:
     eager_only: bool = False  # cannot be traced or mapped
     eager_backward: bool = False  # its backward pass cannot
     reverse_only: bool = False  # rules for reverse mode
+    no_half: bool = False  # complex numbers have no short dtype that is supported
     tolerance: float = 1e-8
     takes: str | None = None  # the way that every solve has to take, as it is logged
     takes_forward: str | None = None  # the way that it takes in forward mode, if that is another
@@ -118,6 +119,35 @@ def _paired(name: str, diagonal: bool, k: int | None = None, skip: int = 0) -> C
         return A, M.diagonal(dim1=-2, dim2=-1).contiguous() if diagonal else M
 
     return Column(name, call, lambda: Paired(k, skip), inputs)
+
+
+class Complex(nn.Module):
+    """A layer on complex matrices, as a function of their real and imaginary parts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
+        if real.dtype == torch.bfloat16:  # of which torch has no complex numbers
+            real, imaginary = real.half(), imaginary.half()
+        A = torch.view_as_complex(torch.stack([real, imaginary], -1))
+        if isinstance(self.layer, pmaf.LESS):
+            return torch.view_as_real(self.layer(A[..., 1:], 2 * A[..., 0])).flatten(-2)
+        values, vectors = self.layer(A)
+        several = values.dim() > A.dim() - 2
+        parts = torch.view_as_real(vectors.mT if several else vectors).flatten(-2)
+        return parts + values.unsqueeze(-1)
+
+
+def _complex(name: str, layer: Callable[[], nn.Module]) -> Column:
+    return Column(
+        name,
+        Complex(layer()),
+        lambda: Complex(layer()),
+        lambda: (_seeded(4, 4, 4) + torch.diag(torch.arange(4.0, dtype=T)), _seeded(4, 4, 4).mT),
+        no_half=True,
+    )
 
 
 class Family(nn.Module):
@@ -253,6 +283,9 @@ COLUMNS = [
     _paired("ied, k=2, M, skip=1", False, 2, 1),
     _paired("ied, k=2, diagonal M", True, 2),
     _ied("ied, nonsymmetric", symmetric=False),
+    _complex("ied, complex", pmaf.IED),
+    _complex("ied, k=2, complex", lambda: pmaf.IED(2, largest=False)),
+    _complex("less, complex", pmaf.LESS),
     _ied("ied, Lanczos", 2, solver=Lanczos()),
     _ied("ied, PowerIteration", solver=PowerIteration(iterations=5000)),
     _ied("ied, SimultaneousIteration", 2, solver=SimultaneousIteration(iterations=5000)),
@@ -513,6 +546,7 @@ class Row:
     traces: bool = False  # compiles, exports or maps: not for what is eager only
     forwards_only: bool = False  # without a backward pass
     forward: bool = False  # propagates tangents: not for rules of reverse mode
+    half: bool = False  # in short floats
 
 
 ROWS = [
@@ -527,7 +561,7 @@ ROWS = [
     Row("`torch.compile` of a module in a training step", check_module_step, traces=True),
     Row("`torch.export`", check_export, traces=True, forwards_only=True),
     Row("`torch.autocast`", check_autocast),
-    Row("float16 and bfloat16, loss scaling", check_half),
+    Row("float16 and bfloat16, loss scaling", check_half, half=True),
     Row("`no_grad`, `inference_mode`, `checkpoint`, one input only", check_modes),
     Row("fake and meta tensors", check_fake, traces=True, forwards_only=True),
     Row("`deepcopy`, `pickle`, `torch.save`, `state_dict`, `repr`", check_round_trip),
@@ -538,7 +572,8 @@ ROWS = [
 def excused(row: Row, column: Column) -> bool:
     """Whether this cell raises an error instead of working."""
     eager = column.eager_only or (column.eager_backward and not row.forwards_only)
-    return (row.traces and eager) or (row.forward and column.reverse_only)
+    forward = row.forward and column.reverse_only
+    return (row.traces and eager) or forward or (row.half and column.no_half)
 
 
 def page() -> str:

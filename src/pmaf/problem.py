@@ -460,7 +460,7 @@ class Problem(Named):
     def require_start(self, init: Tensor) -> None:
         """Raise an error unless `init` has the shape of a solution, or broadcasts to it."""
         first = next(iter(self.inputs))
-        errors.require_vector("init", init, "n")
+        errors.require_vector("init", init, "n", or_complex=True)
         errors.require_alike("init", init, first, self.first)
         if init.shape[-1] != self.n:
             raise ValueError(
@@ -473,8 +473,9 @@ class Problem(Named):
         """The solution of no problems, whose gradients are zero."""
         total = sum(x.sum() for x in self.tensors)
         assert isinstance(total, Tensor)
-        value, multiplier = (total + total.new_zeros(shape) for shape in self.shapes)
-        blank = total.detach().new_zeros(self.batch_shape)
+        size = torch.real(total)  # multipliers are real for complex inputs, too
+        value, multiplier = (x + x.new_zeros(s) for x, s in zip((total, size), self.shapes))
+        blank = size.detach().new_zeros(self.batch_shape)
         count = blank.to(torch.int64)
         return Solution(value, multiplier, blank, blank.clone(), count, count.bool())
 

@@ -110,6 +110,7 @@ class PrincipalEigenvectors(Problem):
     inputs: ClassVar[dict[str, int]] = {"A": 2}
     form: ClassVar[type] = Eigenvectors
     degree: ClassVar[int | None] = 1
+    copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
 
     def __post_init__(self) -> None:
         A, k = self.A, self.k
@@ -117,7 +118,7 @@ class PrincipalEigenvectors(Problem):
             A = as_operator(A)
             object.__setattr__(self, "A", A)
         else:
-            errors.require_matrix("A", A, "n, n")
+            errors.require_matrix("A", A, "n, n", or_complex=True)
         if A.shape[-1] != A.shape[-2]:
             raise ValueError(
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
@@ -131,6 +132,11 @@ class PrincipalEigenvectors(Problem):
         if not self.symmetric and (k is not None and k > 1):
             raise ValueError(
                 f"symmetric=False finds the dominant eigenvector only; got k={k}, use k=1 or None"
+            )
+        if not self.symmetric and A.dtype.is_complex:
+            raise ValueError(
+                f"symmetric=False finds real eigenvalues of real matrices; got A of {A.dtype}, of "
+                "which symmetric=True takes the Hermitian part"
             )
         if not self.symmetric and not self.largest:
             raise ValueError(
@@ -266,6 +272,10 @@ class PrincipalEigenvectors(Problem):
             from pmaf.layers.pairs import certify_pairs
 
             return certify_pairs(self, value)
+        if self.dtype.is_complex:
+            from pmaf.layers.hermitian import certify
+
+            return certify(self, value)
         by_products = isinstance(self.A, Operator)
         return (certify_eigenvectors_by_products if by_products else certify_eigenvectors)(
             self, value
@@ -353,6 +363,10 @@ class PrincipalEigenvectors(Problem):
         if isinstance(self.A, Operator) and isinstance(self.reference, Tensor):
             # Every rank checks the whole reference, so that all ranks raise the error or none.
             errors.require_finite(reference=(ranks.whole(self.reference), 1))
+        if self.dtype.is_complex:
+            from pmaf.layers.hermitian import reduced_eigenvectors
+
+            return reduced_eigenvectors(self, init)
         problem, init, _ = super().reduced(init, solver)
         if not (self.largest and self.descending and self.reference is None):
             # The smallest eigenvalues are the largest of −A, in the opposite order.
@@ -452,7 +466,7 @@ class PrincipalEigenvectors(Problem):
         return reference.dim() > 1 and shape[-2:] == (self.n, self.k)
 
     def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
-        errors.require_vector(name, reference, "n")
+        errors.require_vector(name, reference, "n", or_complex=True)
         errors.require_alike(name, reference, "A", self.A)
         block = self._is_block(reference)
         if reference.shape[-2:] != (self.n, self.k) if block else reference.shape[-1] != self.n:

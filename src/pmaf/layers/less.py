@@ -14,6 +14,8 @@ from pmaf import errors, native
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.minimum import LeastSquaresConditions
+from pmaf.layers.hermitian import real_problem, reduced_least_squares
+from pmaf.linalg.embedding import real_rows
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators.base import Operator, as_operator, known_by_products
@@ -52,8 +54,8 @@ class SphereLeastSquares(Problem):
             A = as_operator(A)
             object.__setattr__(self, "A", A)
         else:
-            errors.require_matrix("A", A)
-        errors.require_vector("b", b, "m")
+            errors.require_matrix("A", A, or_complex=True)
+        errors.require_vector("b", b, "m", or_complex=True)
         errors.require_alike("A", A, "b", b)
         object.__setattr__(self, "radius", errors.require_positive("radius", self.radius))
         info = torch.finfo(A.dtype)
@@ -92,6 +94,8 @@ class SphereLeastSquares(Problem):
 
     def objective(self, u: Tensor) -> Tensor:
         """`½‖Au − b‖²`, `(*,)`."""
+        if self.dtype.is_complex:
+            return real_problem(self).objective(real_rows(u))
         r = matvec(self.matrix, u) - self.b
         return 0.5 * dot(r, r)
 
@@ -129,7 +133,9 @@ class SphereLeastSquares(Problem):
         return best_least_squares(self)
 
     def certify(self, value: Tensor) -> Certificate:
-        errors.require_vector("value", value, "n")
+        errors.require_vector("value", value, "n", or_complex=True)
+        if self.dtype.is_complex:
+            return real_problem(self).certify(real_rows(value))
         return super().certify(value)
 
     def first_gradients(
@@ -204,6 +210,8 @@ class SphereLeastSquares(Problem):
     def reduced(
         self, init: Tensor | None, solver: Solver
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        if self.dtype.is_complex:
+            return reduced_least_squares(self, init, solver)
         problem, init, _ = super().reduced(init, solver)
         A, b, exponents = problem.A, problem.b, None
         # On the sphere of radius ρ, u = ρw with w the solution for (A, b/ρ) on the unit sphere;

@@ -52,7 +52,6 @@ class PairedEigenvectors(PrincipalEigenvectors):
     def directions(self, rows: Tensor) -> Tensor:
         return sphere.project(rows)
 
-
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A, M = self.tensors
         took("pairs: Cholesky")

@@ -90,7 +90,9 @@ def solve_root(T: Tensor, rows: Tensor, dims: int, transposed: bool = False) -> 
     if dims == 1:
         return rows / T.unsqueeze(-2)
     # Rows xᵀ with xᵀTᵀ or xᵀT given.
-    return torch.linalg.solve_triangular(T if transposed else T.mT, rows, upper=not transposed, left=False)
+    return torch.linalg.solve_triangular(
+        T if transposed else T.mT, rows, upper=not transposed, left=False
+    )
 
 
 def entries(A: Operator) -> Tensor:

@@ -1,4 +1,4 @@
-"""`XᵀX` without forming it."""
+"""`XᵀX`, or `XᴴX`, without forming it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pmaf.operators.base import Operator, as_operator, number
 
 
 class Gram(Operator):
-    """`scale·XᵀX` for `X` of shape `(*, m, n)`: `pmaf.ied(Gram(X))` is PCA.
+    """`scale·XᵀX` for `X` of shape `(*, m, n)`: `pmaf.ied(Gram(X))` is PCA; `XᴴX` if complex.
 
     A product costs O(mn), and a gradient of `X` is of rank two for each vector.
 

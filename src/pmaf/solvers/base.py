@@ -92,6 +92,7 @@ class Eigenvectors(Protocol):
     """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; for a general `A`, the dominant eigenvector."""
 
     symmetric: bool
+    copies: int  # how often each eigenvalue occurs by construction
 
     @property
     def batch_shape(self) -> torch.Size: ...
