@@ -63,3 +63,18 @@ def _has_tangent(x: Tensor) -> bool:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def transforms_around(x: Tensor) -> int:
+    """How many transforms that differentiate are around a call in forward mode.
+
+    A trace is counted as two. Autograd outside of all transforms is counted once, if it records.
+    """
+    if torch.compiler.is_compiling():
+        return 2
+    kinds = torch._C._functorch.TransformType  # pyright: ignore
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+    count = sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return count + (forward_ad.unpack_dual(x).tangent is not None) + x.requires_grad
