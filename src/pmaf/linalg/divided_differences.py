@@ -134,7 +134,7 @@ _AGREED = 64.0
 def _quadrature(function: Scalar, points: Sequence[Tensor], count: int) -> Tensor:
     """Hermite and Genocchi's integral by the rule of `count` nodes in each dimension."""
     order = len(points) - 1
-    weights, nodes = simplex_rule(order, count)
+    weights, nodes = _rule(order, count)
     first, *others = points
     like = dict(dtype=first.dtype, device=first.device)
     x = first.unsqueeze(-1)
@@ -142,6 +142,12 @@ def _quadrature(function: Scalar, points: Sequence[Tensor], count: int) -> Tenso
     for i, other in enumerate(others):
         x = x + torch.tensor([t[i] for t in nodes], **like) * (other - first).unsqueeze(-1)
     return (torch.tensor(weights, **like) * function.derivative(x, order)).sum(-1)
+
+
+# A trace takes the numbers, and does not follow how they are computed.
+@torch.compiler.assume_constant_result
+def _rule(order: int, count: int) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+    return simplex_rule(order, count)
 
 
 @functools.lru_cache(maxsize=16)
@@ -187,7 +193,9 @@ def gauss_legendre(count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _power(exponent: float) -> Callable[[Tensor, int], Tensor]:
     def derivative(x: Tensor, order: int) -> Tensor:
-        factor = math.prod(exponent - i for i in range(order))
+        factor = 1.0
+        for i in range(order):
+            factor *= exponent - i
         return torch.zeros_like(x) if factor == 0 else factor * x ** (exponent - order)
 
     return derivative
