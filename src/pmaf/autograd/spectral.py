@@ -6,6 +6,10 @@ adds to each derivative the next one, which is computed only if it is asked for.
 which a trace cannot follow and with which forward mode over forward mode is wrong. In forward
 mode the value is Taylor's polynomial in the change of the matrix, which is zero but has
 tangents; its degree is the number of transforms around the call.
+
+A function with parameters is recorded by autograd, at constant eigenvalues. So the gradient of the
+parameters would be constant in the matrix. Its derivative in the matrix is that of the divided
+differences of the function in the parameters: they are an input of the `Function`, too.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ def _derivative(
         else:
             inner = _Words.apply(values, turned, function)
         total = vectors @ inner @ vectors.mT
-    found: Any = _Follow.apply(total, A, values, vectors, directions, function)
+    slopes = function.slopes(values) if function.learned and directions is None else None
+    found: Any = _Follow.apply(total, slopes, A, values, vectors, directions, function)
     return found
 
 
@@ -55,6 +60,7 @@ class _Follow(torch.autograd.Function):
     @staticmethod
     def forward(
         total: Tensor,
+        slopes: Tensor | None,
         A: Tensor,
         values: Tensor,
         vectors: Tensor,
@@ -65,21 +71,71 @@ class _Follow(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, A, values, vectors, directions, ctx.function = inputs
+        _, _, A, values, vectors, directions, ctx.function = inputs
         ctx.save_for_backward(A, values, vectors, directions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         A, values, vectors, directions = ctx.saved_tensors
-        direction = symmetric_part(grads[0])
-        dA = None
-        if ctx.needs_input_grad[1]:
-            more = direction.unsqueeze(-3)
-            more = more if directions is None else torch.cat((directions, more), -3)
-            with full_precision(A.device), OneThread(A):
+        needs_total, needs_slopes, needs_A, *_ = ctx.needs_input_grad
+        direction: Any = symmetric_part(grads[0])
+        dA, d_slopes = None, None
+        with full_precision(A.device), OneThread(A):
+            if needs_A:
+                more = direction.unsqueeze(-3)
+                more = more if directions is None else torch.cat((directions, more), -3)
                 # The derivative is symmetric in all its directions, the incoming one included.
                 dA = _derivative(ctx.function, A, values, vectors, more)
-        return direction, dA, None, None, None, None
+            if needs_slopes and torch.is_grad_enabled():
+                d_slopes = _Mixed.apply(vectors.mT @ direction @ vectors, A, vectors)
+        if needs_total and ctx.function.learned and directions is not None:
+            direction = _Last.apply(direction, A)
+        return direction, d_slopes, dA, None, None, None, None
+
+
+class _Mixed(torch.autograd.Function):
+    """The gradient of the divided differences `f[λᵢ, λⱼ]` in the value, which is zero.
+
+    Its derivative in `A` is not zero: the value changes by `Σ f[λᵢ, λⱼ] Eᵢⱼ` with the change E.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(direction: Tensor, A: Tensor, vectors: Tensor) -> Tensor:
+        return torch.zeros_like(direction)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        direction, A, vectors = ctx.saved_tensors
+        with full_precision(A.device):
+            dA = symmetric_part(vectors @ (grads[0] * direction) @ vectors.mT)
+        return torch.zeros_like(direction), _Last.apply(dA, A), None
+
+
+class _Last(torch.autograd.Function):
+    """A derivative that raises an error when it is differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, A: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "third derivatives of pmaf.spectral in reverse mode need a function without "
+            "parameters that require gradients; detach the parameters, or use torch.func.jacfwd"
+        )
 
 
 class _Words(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from pmaf.linalg.roundings import OutOfRangeError, merge_tolerance
 from pmaf.operators.base import known_by_products
 from pmaf.problem import HALF
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import forward_mode, full_precision, plain
+from pmaf.runtime.modes import forward_mode, full_precision, plain, recorded, transformed
 from pmaf.runtime.threads import OneThread
 from pmaf.solvers.auto import DENSE
 from pmaf.tangent.kept import Decomposition
@@ -67,13 +68,15 @@ def spectral(
     with full_precision(A.device), OneThread(A):
         values, vectors = _decomposition(A)
         posed = MatrixFunction(scalar, group, largest)
+        known = scalar.derivative(posed.arguments(values), 0)
         if plain(A):
-            posed = _checked(posed, values)
-        elif scalar.name not in NAMED and torch.is_grad_enabled():
-            learned = scalar.derivative(posed.group(values), 0).requires_grad
-            posed = MatrixFunction(scalar, group, largest, learned)
-        attach = forward if forward_mode(A) else differentiable
-        return attach(posed, A, values, vectors)
+            _check(posed, values, known)
+        learned = torch.is_grad_enabled() and recorded(known)
+        # A function that closes over a tensor of a transform cannot be called by the backward
+        # pass of another transform.
+        if forward_mode(A, known) or (learned and transformed()):
+            return forward(posed, A, values, vectors)
+        return differentiable(replace(posed, learned=learned), A, values, vectors)
 
 
 class Spectral(nn.Module):
@@ -149,11 +152,10 @@ def _decomposition(A: Tensor) -> tuple[Tensor, Tensor]:
     return found.kept.values, found.kept.rows.mT
 
 
-def _checked(posed: MatrixFunction, values: Tensor) -> MatrixFunction:
+def _check(posed: MatrixFunction, values: Tensor, found: Any) -> None:
     """The function is defined at the eigenvalues, and acts on each of them alone."""
     scalar, x = posed.scalar, posed.group(values)
     named = scalar.name in NAMED
-    found = scalar.derivative(posed.arguments(values, 0), 0)
     if not isinstance(found, Tensor) or found.shape != x.shape:
         got = errors.shape_of(found) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
@@ -176,7 +178,7 @@ def _checked(posed: MatrixFunction, values: Tensor) -> MatrixFunction:
             f"of A, whose largest eigenvalue in modulus is {size:.3g}; {remedy}"
         )
     if named:
-        return posed
+        return
     # A function of one half of the numbers gives the same as a function of all of them.
     half = x.shape[-1] // 2
     with torch.no_grad():
@@ -187,4 +189,3 @@ def _checked(posed: MatrixFunction, values: Tensor) -> MatrixFunction:
             "function must act on each eigenvalue alone, but its results change with the other "
             "eigenvalues; multiply the result of pmaf.spectral by what depends on all of them"
         )
-    return MatrixFunction(scalar, posed.k, posed.largest, found.requires_grad)

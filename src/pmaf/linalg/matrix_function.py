@@ -39,9 +39,9 @@ class MatrixFunction:
         """The eigenvalues of the group, `(*, k)`."""
         return self._of_group(values)
 
-    def arguments(self, values: Tensor, order: int) -> Tensor:
+    def arguments(self, values: Tensor) -> Tensor:
         """The eigenvalues of the group, as the scalar function takes them."""
-        return self.scalar.settled(self.group(values), self.rounding(values), order)
+        return self.scalar.settled(self.group(values), self.rounding(values))
 
     def rounding(self, values: Tensor) -> Tensor:
         """The distance of eigenvalues that count as equal, `(*, 1)`."""
@@ -50,22 +50,26 @@ class MatrixFunction:
     def value(self, values: Tensor, vectors: Tensor) -> Tensor:
         """`V f(Λ) Vᵀ`."""
         V = self._of_group(vectors)
-        return (V * self.scalar.derivative(self.arguments(values, 0), 0).unsqueeze(-2)) @ V.mT
+        return (V * self.scalar.derivative(self.arguments(values), 0).unsqueeze(-2)) @ V.mT
 
     def first(self, values: Tensor, vectors: Tensor, direction: Tensor) -> Tensor:
         """The first derivative; its symmetric part, to be exact."""
         V = self._of_group(vectors)
-        x = self.arguments(values, 1)
+        x = self.arguments(values)
         inner = self._pairs(x) * (V.mT @ direction @ V)
         if self.k is None:
             return V @ inner @ V.mT
         rest, others = self._of_rest(values), self._of_rest(vectors)
         gap = self.group(values).unsqueeze(-1) - rest.unsqueeze(-2)
         apart = gap.abs() > self.rounding(values).unsqueeze(-1)
-        scale = self.scalar.derivative(self.arguments(values, 0), 0).unsqueeze(-1)
+        scale = self.scalar.derivative(self.arguments(values), 0).unsqueeze(-1)
         outer = scale * torch.where(apart, (V.mT @ direction @ others) / _or_one(gap, apart), 0)
         # The transpose of the second part is left out, so that the part is doubled.
         return V @ (inner @ V.mT + 2 * outer @ others.mT)
+
+    def slopes(self, values: Tensor) -> Tensor:
+        """The divided differences of the first derivative, `(*, n, n)`."""
+        return self._differences(values, []).squeeze(-2)
 
     def word(self, values: Tensor, directions: Sequence[Tensor]) -> Tensor:
         """The sum for one order of the directions, which are `(*, n, n)` in the eigenbasis."""
@@ -103,12 +107,12 @@ class MatrixFunction:
         # In ascending order, as the eigenvalues are.
         index = torch.stack(torch.broadcast_tensors(*parts), -1).sort(-1).values.unbind(-1)
         if self.k is None:
-            x = self.arguments(values, 1)
+            x = self.arguments(values)
             return divided_difference(self.scalar, [x[..., i] for i in index])
         first = n - self.k if self.largest else 0
         member = (every >= first) & (every < first + self.k)
         # The function need not be defined outside the group: its edge stands in.
-        x = self.arguments(values, 1)
+        x = self.arguments(values)
         edge = x[..., :1] if self.largest else x[..., -1:]
         edges = edge.expand(*values.shape[:-1], n - self.k)
         x = torch.cat((edges, x) if self.largest else (x, edges), -1)

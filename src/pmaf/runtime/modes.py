@@ -65,8 +65,24 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
+def recorded(x: Tensor) -> bool:
+    """Whether autograd records `x`, inside or outside of the transforms around the call."""
+    while transformed() and torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        if x.requires_grad:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return x.requires_grad
+
+
+def transformed() -> bool:
+    """Whether the call is inside a transform of `torch.func`, and not traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+
+
 def transforms_around(x: Tensor) -> int:
-    """How many transforms that differentiate are around a call in forward mode.
+    """How many transforms that differentiate are around a call.
 
     A trace is counted as two. Autograd outside of all transforms is counted once, if it records.
     """
