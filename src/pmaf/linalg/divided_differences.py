@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def of_callable(function: Callable[[Tensor], Tensor]) -> Scalar:
             return function(x)
         # A vector-Jacobian product, because a trace can follow it and rules of reverse mode are
         # more common than rules of forward mode.
-        y, pullback = torch.func.vjp(lambda x: derivative(x, order - 1), x)
+        y, pullback, *_ = torch.func.vjp(lambda x: derivative(x, order - 1), x)
         return pullback(torch.ones_like(y))[0]
 
     return Scalar("function", derivative, lambda points: None)
@@ -134,7 +135,7 @@ def _quadrature(function: Scalar, points: Sequence[Tensor], count: int) -> Tenso
     order = len(points) - 1
     weights, nodes = _rule(order, count)
     first, *others = points
-    like = dict(dtype=first.dtype, device=first.device)
+    like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
     x = first.unsqueeze(-1)
     # Sums of differences are exact where the points are equal.
     for i, other in enumerate(others):
@@ -149,9 +150,7 @@ def _rule(order: int, count: int) -> tuple[tuple[float, ...], tuple[tuple[float,
 
 
 @functools.lru_cache(maxsize=16)
-def simplex_rule(
-    order: int, count: int
-) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
+def simplex_rule(order: int, count: int) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
     """Weights, and nodes `(t₁, …, tₘ)` of the simplex `tᵢ ≥ 0`, `Σ tᵢ ≤ 1`.
 
     A product of Gauss's rules in the coordinates in which the simplex is a cube: the first is the
