@@ -232,6 +232,12 @@ def batch_of_matrices(mesh: DeviceMesh | None) -> list[Tensor]:
     return found
 
 
+def batch_of_roots(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = randn(5, 4, 4)
+    A = by_rows(X @ X.mT + torch.eye(4, dtype=F64), mesh)
+    return whole_loss([pmaf.spectral(A, "sqrt"), pmaf.spectral(A, torch.tanh, 2)], [A])
+
+
 def batch_with_references(mesh: DeviceMesh | None) -> list[Tensor]:
     A, reference = by_rows(randn(5, 6, 6), mesh), randn(5, 6, seed=1)
     return whole_loss(list(pmaf.ied(A, reference=reference)), [A])
@@ -253,6 +259,7 @@ def batch_with_one_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
 BATCHES = (
     batch_of_declared,
     batch_of_matrices,
+    batch_of_roots,
     batch_with_references,
     batch_of_problems,
     batch_with_one_matrix,

@@ -4,13 +4,15 @@ Layers whose forward pass solves an optimisation problem and whose backward pass
 differentiates the solution implicitly:
 
 * `less`, least squares with the solution on a sphere;
-* `ied`, implicit eigen decomposition: the top eigenvectors of a matrix.
+* `ied`, implicit eigen decomposition: the top eigenvectors of a matrix;
+* `spectral`, functions of a symmetric matrix, such as its square root.
 """
 
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
 from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 
@@ -26,6 +28,7 @@ __all__ = [
     "PrincipalEigenvectors",
     "Problem",
     "Solution",
+    "Spectral",
     "SphereLeastSquares",
     "certify",
     "gradients",
@@ -35,4 +38,5 @@ __all__ = [
     "operators",
     "solve",
     "solvers",
+    "spectral",
 ]

@@ -26,7 +26,7 @@ def plain(x: Tensor) -> bool:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context that disables autocast where it is enabled."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
@@ -63,3 +63,34 @@ def _has_tangent(x: Tensor) -> bool:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def recorded(x: Tensor) -> bool:
+    """Whether autograd records `x`, inside or outside of the transforms around the call."""
+    while transformed() and torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        if x.requires_grad:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return x.requires_grad
+
+
+def transformed() -> bool:
+    """Whether the call is inside a transform of `torch.func`, and not traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+
+
+def transforms_around(x: Tensor) -> int:
+    """How many transforms that differentiate are around a call.
+
+    A trace is counted as two. Autograd outside of all transforms is counted once, if it records.
+    """
+    if torch.compiler.is_compiling():
+        return 2
+    kinds = torch._C._functorch.TransformType  # pyright: ignore
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+    count = sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return count + (forward_ad.unpack_dual(x).tangent is not None) + x.requires_grad
