@@ -148,6 +148,9 @@ def _complex(name: str, layer: Callable[[], nn.Module]) -> Column:
         lambda: Complex(layer()),
         lambda: (_seeded(4, 4, 4) + torch.diag(torch.arange(4.0, dtype=T)), _seeded(4, 4, 4).mT),
         no_half=True,
+    )
+
+
 def _spectral(name: str, function: Any, k: int | None = None, **options: Any) -> Column:
     """Positive definite matrices, in which float16 keeps the eigenvalues apart."""
 
