@@ -11,6 +11,12 @@ from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
 from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.layers.singular import (
+    PrincipalSingularVectors,
+    SingularTriplets,
+    isvd,
+    nullspace,
+)
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 
@@ -24,14 +30,18 @@ __all__ = [
     "ConvergenceWarning",
     "Eigenpairs",
     "PrincipalEigenvectors",
+    "PrincipalSingularVectors",
     "Problem",
+    "SingularTriplets",
     "Solution",
     "SphereLeastSquares",
     "certify",
     "gradients",
     "ied",
+    "isvd",
     "less",
     "metrics",
+    "nullspace",
     "operators",
     "solve",
     "solvers",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pmaf.runtime.modes import plain
 from pmaf.solvers.adaptive import Adaptive
-from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, SingularVectors, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
@@ -26,7 +26,7 @@ from pmaf.solvers.secular import Secular
 class Auto(Solver):
     """The fastest solver for the problem at hand among those that are globally optimal."""
 
-    solves = (Minimum, Eigenvectors)
+    solves = (Minimum, Eigenvectors, SingularVectors)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return self.resolve(problem).solve(problem, init=init, report=report)

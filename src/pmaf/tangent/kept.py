@@ -29,6 +29,16 @@ class Decomposition(NamedTuple):
     values: Tensor  # (*, n)
 
 
+class SingularBasis(NamedTuple):
+    """All right singular vectors of a matrix, and its singular values, from the largest on.
+
+    A wide matrix has as many zeros among its values as are missing.
+    """
+
+    rows: Tensor  # (*, n, n), orthonormal
+    values: Tensor  # (*, n)
+
+
 class Factor(NamedTuple):
     """A Cholesky factor of the curvature plus a multiple of `yyᵀ`; nan or zero if there is none."""
 
@@ -50,6 +60,6 @@ class Exact(NamedTuple):
 
 
 NOTHING = Nothing()
-Kept = Nothing | Basis | Decomposition | Factor | Rate | Exact
+Kept = Nothing | Basis | Decomposition | SingularBasis | Factor | Rate | Exact
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
-RETURNED = (Basis, Decomposition, Factor)
+RETURNED = (Basis, Decomposition, SingularBasis, Factor)
