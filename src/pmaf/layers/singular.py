@@ -25,7 +25,8 @@ from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import SVD, Auto, Solver
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
 from pmaf.tangent.bordered import State
 
@@ -145,7 +146,7 @@ class PrincipalSingularVectors(Problem):
         self._posed().require_start(init)
 
     def best_solver(self) -> Solver:
-        return _SVD
+        return best_singular(self)
 
     def certify(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
@@ -298,7 +299,7 @@ class PrincipalSingularVectors(Problem):
         return self._posed().present(outcome)
 
 
-_AUTO, _IMPLICIT, _SVD = Auto(), Implicit(), SVD()
+_AUTO, _IMPLICIT = Auto(), Implicit()
 
 
 def _unposed(k: int | None, largest: bool) -> Any:

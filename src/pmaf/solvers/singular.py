@@ -20,18 +20,16 @@ from pmaf.linalg.singular import (
 )
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Outcome, SingularVectors, Solver
-from pmaf.solvers.reduction import is_compiled
 from pmaf.solvers.report import without_report
-from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
+from pmaf.tangent.kept import NOTHING, Kept, SingularBasis
 
 
 @dataclass(frozen=True)
 class SVD(Solver):
     """Right singular vectors by `torch.linalg.svd`, never by `AᵀA` in the precision of `A`.
 
-    In float64 `AᵀA` has all digits of a float32 matrix. So for float32 the compiled kernels find k
-    eigenvectors of `AᵀA` in float64, or `torch.linalg.eigh` where there are no kernels or where k
-    is large. The whole basis is kept for the backward pass where it was computed.
+    In float64 `AᵀA` has all digits of a float32 matrix, so that for these it is decomposed instead,
+    by `torch.linalg.eigh`, which is faster. The whole basis is kept for the backward pass.
     """
 
     solves = (SingularVectors,)
@@ -40,47 +38,53 @@ class SVD(Solver):
     def solve(
         self, problem: SingularVectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        A, weights = (*(x.detach() for x in problem.tensors), None)[:2]
-        k, kept = problem.width, NOTHING
-        if _reduces(problem):
-            took("singular: reduction")
-            rows = _reduced(weighted_gram(A, weights), k, problem.largest)
-            values = sizes(rows, A, weights)
-        else:
-            took("singular: " + ("gram" if problem.single else "svd"))
-            whole, spectrum = (_from_gram if problem.single else singular_basis)(A, weights)
-            # A matrix that many problems share has one basis for each of them.
-            whole = whole.expand(*problem.batch_shape, -1, -1)
-            spectrum = spectrum.expand(*problem.batch_shape, -1)
-            kept = SingularBasis(whole, spectrum)
-            rows, values = whole[..., :k, :], spectrum[..., :k]
-            if not problem.largest:
-                rows, values = whole[..., -k:, :].flip(-2), spectrum[..., -k:].flip(-1)
-        unknown, none, converged = without_report(problem.batch_shape, A.dtype, A.device)
-        if not report:
-            return Outcome(rows, values, unknown, unknown, none, converged, kept)
-        spectrum = kept.values if isinstance(kept, SingularBasis) else all_values(A, weights)
-        return Outcome(
-            rows,
-            values,
-            residual_of(A, weights, rows, values),
-            gap_of(spectrum, k, problem.largest).expand(problem.batch_shape),
-            none.clone(),
-            converged.clone(),
-            kept,
-        )
+        took("singular: gram" if problem.single else "singular: svd")
+        A, weights = _fixed(problem)
+        k = problem.width
+        rows, spectrum = (_from_gram if problem.single else singular_basis)(A, weights)
+        kept = SingularBasis(rows, spectrum)
+        rows, values = rows[..., :k, :], spectrum[..., :k]
+        if not problem.largest:
+            rows, values = kept.rows[..., -k:, :].flip(-2), spectrum[..., -k:].flip(-1)
+        return _outcome(problem, rows, values, spectrum if report else None, kept)
 
     def keeps(self, problem: Any) -> type[Kept]:
-        return Nothing if _reduces(problem) else SingularBasis
-
-    def takes_any_scale(self, problem: Any) -> bool:
-        return True
+        return SingularBasis
 
 
-def _reduces(problem: SingularVectors) -> bool:
-    """Whether compiled kernels find the vectors of `AᵀWA` in float64."""
-    A, k, n = problem.tensors[0], problem.width, problem.n
-    return problem.single and is_compiled(A.new_empty((1, 1)).expand(n, n), k)
+def solve_reduced(problem: SingularVectors, report: bool) -> Outcome:
+    """The outcome by compiled kernels, for numbers that float32 holds in tensors of float64."""
+    took("singular: reduction")
+    A, weights = _fixed(problem)
+    rows = _reduced(weighted_gram(A, weights), problem.width, problem.largest)
+    values = sizes(rows, A, weights)
+    spectrum = all_values(A, weights) if report else None
+    return _outcome(problem, rows, values, spectrum, NOTHING)
+
+
+def _fixed(problem: SingularVectors) -> tuple[Tensor, Tensor | None]:
+    A, weights = (*(x.detach() for x in problem.tensors), None)[:2]
+    assert A is not None
+    return A, weights
+
+
+def _outcome(
+    problem: SingularVectors, rows: Tensor, values: Tensor, spectrum: Tensor | None, kept: Kept
+) -> Outcome:
+    """An outcome, with a report if all singular values are known."""
+    A, weights = _fixed(problem)
+    unknown, none, converged = without_report(problem.batch_shape, A.dtype, A.device)
+    if spectrum is None:
+        return Outcome(rows, values, unknown, unknown, none, converged, kept)
+    return Outcome(
+        rows,
+        values,
+        residual_of(A, weights, rows, values),
+        gap_of(spectrum, problem.width, problem.largest),
+        none.clone(),
+        converged.clone(),
+        kept,
+    )
 
 
 def _reduced(gram: Tensor, k: int, largest: bool) -> Tensor:
