@@ -10,13 +10,9 @@ differentiates the solution implicitly:
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
+from pmaf.layers.isvd import SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
-from pmaf.layers.singular import (
-    PrincipalSingularVectors,
-    SingularTriplets,
-    isvd,
-    nullspace,
-)
+from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 

@@ -32,6 +32,12 @@ def singular_basis(A: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Te
     return rows, padded(values, n)
 
 
+def pair_basis(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Left and right singular vectors side by side, `(*, p, m + n)`, and values `(*, p)`."""
+    left, values, right = torch.linalg.svd(A, full_matrices=False)
+    return torch.cat([left.mT, right], -1), values
+
+
 def padded(values: Tensor, n: int) -> Tensor:
     """Singular values, with zeros for those that a wide matrix does not have."""
     missing = n - values.shape[-1]

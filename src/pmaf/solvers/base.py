@@ -135,6 +135,10 @@ class SingularVectors(Protocol):
     def tensors(self) -> tuple[Any, ...]: ...
 
 
+class Triplets(SingularVectors, Protocol):
+    """The same with left vectors: every row is `(u, v)`. There are no weights, and `m ≥ n`."""
+
+
 class Solver(Configured):
     """A way to solve a problem. Subclasses implement `solve` and name the forms they solve."""
 

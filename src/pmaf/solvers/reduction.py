@@ -56,7 +56,9 @@ class Reduction(Solver):
             return self._minimum(problem, init, report)
         if has_form(problem, SingularVectors):
             compiled = problem.single and native.takes(problem.matrix)
-            return solve_reduced(problem, report) if compiled else _SVD.solve(problem, report=report)
+            return (
+                solve_reduced(problem, report) if compiled else _SVD.solve(problem, report=report)
+            )
         return self._eigenvectors(problem, report)
 
     def keeps(self, problem: Any) -> type[Kept]:

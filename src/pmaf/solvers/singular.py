@@ -12,6 +12,7 @@ from pmaf import native
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import (
     padded,
+    pair_basis,
     rooted,
     singular_basis,
     sizes,
@@ -19,7 +20,7 @@ from pmaf.linalg.singular import (
     weighted_gram,
 )
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, SingularVectors, Solver
+from pmaf.solvers.base import Outcome, SingularVectors, Solver, Triplets, has_form
 from pmaf.solvers.report import without_report
 from pmaf.tangent.kept import NOTHING, Kept, SingularBasis
 
@@ -38,10 +39,13 @@ class SVD(Solver):
     def solve(
         self, problem: SingularVectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
-        took("singular: gram" if problem.single else "singular: svd")
         A, weights = _fixed(problem)
-        k = problem.width
-        rows, spectrum = (_from_gram if problem.single else singular_basis)(A, weights)
+        k, by_gram = problem.width, problem.single and not has_form(problem, Triplets)
+        took("singular: gram" if by_gram else "singular: svd")
+        if has_form(problem, Triplets):
+            rows, spectrum = pair_basis(A)
+        else:
+            rows, spectrum = (_from_gram if by_gram else singular_basis)(A, weights)
         kept = SingularBasis(rows, spectrum)
         rows, values = rows[..., :k, :], spectrum[..., :k]
         if not problem.largest:
@@ -58,6 +62,8 @@ def solve_reduced(problem: SingularVectors, report: bool) -> Outcome:
     A, weights = _fixed(problem)
     rows = _reduced(weighted_gram(A, weights), problem.width, problem.largest)
     values = sizes(rows, A, weights)
+    if has_form(problem, Triplets):
+        rows, values = _with_partners(A, rows, values, problem.largest)
     spectrum = all_values(A, weights) if report else None
     return _outcome(problem, rows, values, spectrum, NOTHING)
 
@@ -97,9 +103,29 @@ def _reduced(gram: Tensor, k: int, largest: bool) -> Tensor:
     return rows
 
 
+def _with_partners(A: Tensor, rows: Tensor, values: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
+    """Left vectors `Av/σ` beside the right ones; by a decomposition where σ is small."""
+    k = rows.shape[-2]
+    small = (values < _SMALL * torch.linalg.matrix_norm(A).unsqueeze(-1)).any(-1)
+    left = (rows @ A.mT) / torch.where(values > 0, values, 1).unsqueeze(-1)
+    rows = torch.cat([left, rows], -1)
+    some = small | (values <= 0).any(-1)
+    if bool(some.any()):
+        took("singular: svd of some")
+        whole, spectrum = pair_basis(A[some])
+        whole = whole[..., :k, :] if largest else whole[..., -k:, :].flip(-2)
+        rows[some] = whole
+        values[some] = spectrum[..., :k] if largest else spectrum[..., -k:].flip(-1)
+    return rows, values
+
+
+# Of a smaller singular value, relative to the norm, `Av/σ` has too few digits.
+_SMALL = 1e-3
+
+
 def _from_gram(A: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """`singular_basis` for numbers that float32 holds, by their Gram matrix in float64."""
-    squares, vectors = torch.linalg.eigh(weighted_gram(A, weights))
+    vectors = torch.linalg.eigh(weighted_gram(A, weights)).eigenvectors
     rows = vectors.flip(-1).mT
     found = sizes(rows, A, weights)
     # Images of null vectors are rounding, and a wide matrix has a known number of them.
@@ -122,7 +148,8 @@ def gap_of(spectrum: Tensor, k: int, largest: bool) -> Tensor:
 
 
 def residual_of(A: Tensor, weights: Tensor | None, rows: Tensor, values: Tensor) -> Tensor:
-    """`max ‖AᵀWAy − σ²y‖/‖√W A‖²` over the vectors, `(*,)`."""
+    """`max ‖AᵀWAy − σ²y‖/‖√W A‖²` over the right vectors, `(*,)`."""
+    rows = rows[..., -A.shape[-1] :]
     image = weighted(rows @ A.mT, weights) @ A
     size = torch.linalg.matrix_norm(rooted(A, weights)).square()
     rest = norm(image - values.square().unsqueeze(-1) * rows).amax(-1)

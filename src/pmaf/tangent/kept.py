@@ -32,11 +32,12 @@ class Decomposition(NamedTuple):
 class SingularBasis(NamedTuple):
     """All right singular vectors of a matrix, and its singular values, from the largest on.
 
-    A wide matrix has as many zeros among its values as are missing.
+    A wide matrix has as many zeros among its values as are missing. For triplets, the rows are left
+    and right vectors side by side, and `p = min(m, n)`.
     """
 
-    rows: Tensor  # (*, n, n), orthonormal
-    values: Tensor  # (*, n)
+    rows: Tensor  # (*, n, n), orthonormal, or (*, p, m + n)
+    values: Tensor  # (*, n), or (*, p)
 
 
 class Factor(NamedTuple):

@@ -1,17 +1,16 @@
-"""Null spaces and singular triplets: right singular vectors at either end of the spectrum."""
+"""Null spaces, and right singular vectors at either end of the spectrum."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.autograd.image import image
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.ied import PrincipalEigenvectors
@@ -20,26 +19,13 @@ from pmaf.linalg.roundings import blame_range, rank_tolerance, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator, as_operator
 from pmaf.operators.base import known_by_products
-from pmaf.operators.transposed import Transposed
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import full_precision, plain
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
 from pmaf.tangent.bordered import State
-
-
-class SingularTriplets(NamedTuple):
-    """Left vectors, singular values and right vectors, as `torch.linalg.svd` orders them.
-
-    `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`, `(*, k)` and `(*, n, k)`.
-    """
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +282,9 @@ class PrincipalSingularVectors(Problem):
         # The multipliers of the smallest eigenvalues are those of the negative matrix.
         if not self.largest:
             outcome = outcome._replace(multiplier=-outcome.multiplier)
-        return self._posed().present(outcome)
+        dtype = self.dtype
+        found = self._posed().present(outcome)
+        return replace(found, residual=found.residual.to(dtype), gap=found.gap.to(dtype))
 
 
 _AUTO, _IMPLICIT = Auto(), Implicit()
@@ -350,105 +338,3 @@ def nullspace(
     """
     problem = PrincipalSingularVectors(A, weights, k, False, False, reference)
     return problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False).value
-
-
-def isvd(
-    A: Tensor | Operator,
-    k: int | None = None,
-    *,
-    largest: bool = True,
-    reference: Any = None,
-    solver: Solver | None = None,
-    init: Tensor | None = None,
-) -> SingularTriplets:
-    """Singular triplets, one or k of them, differentiable.
-
-    Gradients are finite and exact whenever the requested singular values are simple, and not zero
-    if left vectors are used, however often other singular values repeat.
-
-    Args:
-        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16 are
-            computed in float32. Or a sparse tensor, a DTensor, or an operator of `pmaf.operators`.
-        k: how many, at most `min(m, n)`; None for one, without a dimension for it.
-        largest: the largest singular values, or the smallest; either in descending order.
-        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each right vector is chosen,
-            as in `pmaf.ied`.
-        solver: one of `pmaf.solvers`; `Auto()` unless given.
-        init: `(*, n)` or `(*, n, k)`, right vectors, the start of a search by products.
-
-    Returns:
-        `SingularTriplets(left, values, right)`, `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`,
-        `(*, k)` and `(*, n, k)`.
-
-    >>> import torch, pmaf
-    >>> left, values, right = pmaf.isvd(torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 0.0]]))
-    >>> left, values, right
-    (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
-    """
-    # Checks the arguments; signs belong to the right vectors.
-    given = PrincipalSingularVectors(A, None, k, largest, True, reference)
-    m, n = given.A.shape[-2:]
-    if given.width > min(m, n):
-        raise ValueError(f"k must lie between 1 and min(m, n) = {min(m, n)}; got {k}")
-    if init is not None:
-        given.require_start(init)
-    A, dtype = given.A, given.dtype
-    if ranks.is_spread(A):
-        return _on_ranks(given, solver, init)
-    if dtype in (torch.float16, torch.bfloat16):
-        A = A.with_tensors([x.float() for x in A.tensors]) if isinstance(A, Operator) else A.float()
-        init = None if init is None else init.float()
-    reference = given.reference
-    if m < n:
-        A = Transposed(A) if isinstance(A, Operator) else A.mT
-        init, reference = None, None
-    problem = PrincipalSingularVectors(A, None, k, largest, True, reference)
-    found = problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False)
-    vectors, values = found.value, found.multiplier
-    if k is None:
-        vectors, values = vectors.unsqueeze(-1), values.unsqueeze(-1)
-    left, right = _partners(A, vectors, values), vectors
-    if m < n:
-        left, right = right, left
-        signs = given.signs(right.mT).unsqueeze(-2)
-        left, right = left * signs, right * signs
-    if k is None:
-        left, values, right = left.squeeze(-1), values.squeeze(-1), right.squeeze(-1)
-    return SingularTriplets(*(x.to(dtype) for x in (left, values, right)))
-
-
-def _on_ranks(
-    given: PrincipalSingularVectors, solver: Solver | None, init: Tensor | None
-) -> SingularTriplets:
-    """Every rank solves the part of the batch that it has."""
-    named = {"A": (given.matrix, 2), **given.hints(), "init": (init, given.dims_of(init))}
-    parts = ranks.Parts(given.batch_shape, named)
-    mine = {"reference": given.reference, **parts.inputs}
-    found = isvd(mine.pop("A"), given.k, largest=given.largest, solver=solver, **mine)
-    return SingularTriplets(*(parts.join(x) for x in found))
-
-
-def _partners(A: Tensor | Operator, vectors: Tensor, values: Tensor) -> Tensor:
-    """`Av/σ` for right vectors `(*, n, k)`, `(*, m, k)`.
-
-    Where a singular value is zero, any unit vector orthogonal to the others is a partner, and has
-    no derivative.
-    """
-    mesh = ranks.mesh_of(vectors)
-    vectors, values = ranks.whole(vectors), ranks.whole(values)
-    if isinstance(A, Operator):
-        images = image(A, vectors.mT).mT
-        size = values.detach().amax(-1, keepdim=True)
-    else:
-        with full_precision(A.device):
-            images = A @ vectors
-        size = frobenius(A.detach()).squeeze(-1)
-    zero = values.detach() <= rank_tolerance(values.dtype) * size
-    if not plain(zero) or bool(zero.any()):
-        zero = zero.unsqueeze(-2)
-        found = (images / torch.where(zero, 1, values.unsqueeze(-2))).masked_fill(zero, 0)
-        # The values descend, so that the columns to be replaced are the last.
-        found = torch.where(zero, torch.linalg.qr(found.detach()).Q, found)
-    else:
-        found = images / values.unsqueeze(-2)
-    return ranks.replicate(found, mesh)
