@@ -15,7 +15,7 @@ from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.nullspace import PrincipalSingularVectors
 from pmaf.linalg.products import dot
 from pmaf.linalg.roundings import rank_tolerance
-from pmaf.operators import Operator
+from pmaf.operators import Operator, as_operator
 from pmaf.operators.transposed import Transposed
 from pmaf.problem import as_solution
 from pmaf.runtime import ranks
@@ -137,21 +137,25 @@ def isvd(
     if dtype in (torch.float16, torch.bfloat16):
         A = A.with_tensors([x.float() for x in A.tensors]) if isinstance(A, Operator) else A.float()
         init = None if init is None else init.float()
-    if m < n:
-        A = Transposed(A) if isinstance(A, Operator) else A.mT
-        init = None
-    found = (_by_products if isinstance(A, Operator) else _directly)(A, given, solver, init)
+    if getattr(solver, "matrix_free", False):
+        A = as_operator(A)
+    if isinstance(A, Operator):
+        found = _by_products(A, given, solver, init)
+    else:
+        found = _directly(A if m >= n else A.mT, given, solver)
     left, values, right = found if m >= n else found[::-1]
     # The sign of a triplet is that of its right vector.
     signs = given.signs(right.mT).unsqueeze(-2)
     left, right = left * signs, right * signs
     if k is None:
         left, values, right = left.squeeze(-1), values.squeeze(-1), right.squeeze(-1)
-    return SingularTriplets(*(x.to(dtype) for x in (left, values, right)))
+    return SingularTriplets(
+        *(ranks.replicate(x.to(dtype), _mesh(A)) for x in (left, values, right))
+    )
 
 
 def _directly(
-    A: Tensor, given: PrincipalSingularVectors, solver: Solver | None, init: Tensor | None
+    A: Tensor, given: PrincipalSingularVectors, solver: Solver | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vectors as columns, and values, descending, of a tensor that is not wide."""
     problem = _PrincipalTriplets(A, None, given.width, given.largest)
@@ -169,16 +173,22 @@ def _by_products(
     """The same for an operator, by products with `AᵀA`; left vectors are `Av/σ`."""
     if init is not None and given.k is None:
         init = init.unsqueeze(-1)
+    if A.shape[-2] < A.shape[-1]:
+        if init is not None:
+            init = ranks.whole(A.matvec(ranks.replicate(init.detach().mT, _mesh(A)))).mT
+        A = Transposed(A)
     problem = PrincipalSingularVectors(A, None, given.width, given.largest)
     found = problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False)
-    mesh = ranks.mesh_of(found.value)
     right, values = ranks.whole(found.value), ranks.whole(found.multiplier)
     # The images of null vectors are rounding.
     zero = values <= rank_tolerance(values.dtype) * values.detach().amax(-1, keepdim=True)
     zero, divisor = zero.unsqueeze(-2), torch.where(zero, 1, values).unsqueeze(-2)
     left = (image(A, right.mT).mT / divisor).masked_fill(zero, 0)
-    spread = (ranks.replicate(x, mesh) for x in (left, values, right))
-    return tuple(spread)  # pyright: ignore[reportReturnType]
+    return left, values, right
+
+
+def _mesh(A: Tensor | Operator) -> Any:
+    return ranks.mesh_of(*A.tensors) if isinstance(A, Operator) else None
 
 
 def _on_ranks(

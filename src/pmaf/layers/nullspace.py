@@ -138,10 +138,11 @@ class PrincipalSingularVectors(Problem):
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
         if isinstance(self.A, Operator):
             return self._by_products().certify(value)
-        A, weights = (*(x.detach().double() for x in self.tensors), None)[:2]
+        A, weights = self.matrix.detach().double(), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
         if weights is not None:
+            weights = weights.detach().double()
             most = weights.amax(-1, keepdim=True)
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
@@ -177,7 +178,7 @@ class PrincipalSingularVectors(Problem):
         return step if self.k is not None else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
 
     def multiplier_at(self, u: Tensor) -> Tensor:
-        A, weights = (*self.tensors, None)[:2]
+        A, weights = self.matrix, self.weights
         rows = u.unsqueeze(-2) if self.k is None else u
         images = rows @ A.mT
         squares = dot(weighted(images, weights), images)
