@@ -176,7 +176,25 @@ def least_squares_complex(mesh: DeviceMesh | None) -> list[Tensor]:
     return gradients([pmaf.less(A, b, radius=1.3)], [A, b])
 
 
+def null_space(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, w = by_rows(randn(53, 12), mesh), by_rows(randn(53, seed=1).square(), mesh)
+    return gradients([pmaf.nullspace(A, weights=w)], [A, w])
+
+
+def triplets(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(53, 12), mesh)
+    return gradients(list(pmaf.isvd(A, 2)), [A])
+
+
+def triplets_wide(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(12, 53), mesh, dim=1)
+    return gradients(list(pmaf.isvd(A)), [A])
+
+
 ROWS = (
+    null_space,
+    triplets,
+    triplets_wide,
     declared,
     gram,
     gram_three,
@@ -256,7 +274,19 @@ def batch_with_one_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
     return whole_loss([pmaf.less(A, b)], [A, b])
 
 
+def batch_of_null_spaces(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, w = by_rows(randn(5, 8, 4), mesh), by_rows(randn(5, 8, seed=1).square(), mesh)
+    return whole_loss([pmaf.nullspace(A, 2, weights=w)], [A, w])
+
+
+def batch_of_triplets(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, reference = by_rows(randn(5, 3, 8), mesh), randn(5, 8, seed=1)
+    return whole_loss(list(pmaf.isvd(A, 2, reference=reference)), [A])
+
+
 BATCHES = (
+    batch_of_null_spaces,
+    batch_of_triplets,
     batch_of_declared,
     batch_of_matrices,
     batch_of_roots,

@@ -167,6 +167,39 @@ def _spectral(name: str, function: Any, k: int | None = None, **options: Any) ->
     )
 
 
+class NullSpace(nn.Module):
+    """`pmaf.nullspace` as a function of the space if there are several vectors."""
+
+    def __init__(self, k: int | None) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
+        found = pmaf.nullspace(A, self.k, weights=weights[0] if weights else None)
+        return found if self.k is None else (found.unsqueeze(-2) * found.unsqueeze(-3)).sum(-1)
+
+    def extra_repr(self) -> str:
+        return "solver=Auto(), gradient=Implicit()"
+
+
+class Triplets(NullSpace):
+    """`pmaf.isvd`, all three tensors in one."""
+
+    def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
+        left, values, right = pmaf.isvd(A, self.k)
+        if self.k is None:
+            left, values, right = left.unsqueeze(-1), values.unsqueeze(-1), right.unsqueeze(-1)
+        return torch.cat([left, values.unsqueeze(-2), right], -2)
+
+
+def _singular(name: str, kind: type[NullSpace], k: int | None, *shape: int) -> Column:
+    def inputs() -> tuple[Tensor, ...]:
+        A = _seeded(4, *shape)
+        return (A, 0.5 + _seeded(4, shape[0]).abs()) if "weights" in name else (A,)
+
+    return Column(name, kind(k), lambda: kind(k), inputs)
+
+
 class Family(nn.Module):
     """Matrices of real size as a function of three numbers, and a layer on them.
 
@@ -312,6 +345,10 @@ COLUMNS = [
     _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
     _spectral("spectral, sqrt", "sqrt"),
     _spectral("spectral, k=2, function", torch.nn.functional.softplus, 2, largest=False),
+    _singular("nullspace, weights", NullSpace, None, 5, 3),
+    _singular("nullspace, wide, k=2", NullSpace, 2, 3, 5),
+    _singular("isvd", Triplets, None, 5, 3),
+    _singular("isvd, wide, k=2", Triplets, 2, 3, 5),
 ]
 
 

@@ -11,7 +11,9 @@ differentiates the solution implicitly:
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
+from pmaf.layers.isvd import SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
 from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
@@ -26,15 +28,19 @@ __all__ = [
     "ConvergenceWarning",
     "Eigenpairs",
     "PrincipalEigenvectors",
+    "PrincipalSingularVectors",
     "Problem",
+    "SingularTriplets",
     "Solution",
     "Spectral",
     "SphereLeastSquares",
     "certify",
     "gradients",
     "ied",
+    "isvd",
     "less",
     "metrics",
+    "nullspace",
     "operators",
     "solve",
     "solvers",

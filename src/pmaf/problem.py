@@ -38,7 +38,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept
+from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -348,7 +348,7 @@ class Problem(Named):
             return in_dtype(self.dtype, replace(found, multiplier=multiplier, gap=gap))
         kept = found.kept
         power = self.degree or 0
-        if isinstance(kept, (Basis, Decomposition)):
+        if isinstance(kept, (Basis, Decomposition, SingularBasis)):
             kept = type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)
         if isinstance(kept, Factor):
             kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * power))

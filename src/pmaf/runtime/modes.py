@@ -26,6 +26,7 @@ def plain(x: Tensor) -> bool:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context that disables autocast where it is enabled."""
+    # Meta tensors have no numbers, and torch knows no autocast for them.
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

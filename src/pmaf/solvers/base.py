@@ -122,6 +122,29 @@ class Eigenvectors(Protocol):
     def residual(self, values: Tensor, rows: Tensor) -> Tensor: ...
 
 
+class SingularVectors(Protocol):
+    """The form `max tr(YAᵀWAYᵀ)` subject to `YYᵀ = I`, or its minimum, from `A` and `W` itself."""
+
+    largest: bool
+    single: bool
+
+    @property
+    def batch_shape(self) -> torch.Size: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def tensors(self) -> tuple[Any, ...]: ...
+
+
+class Triplets(SingularVectors, Protocol):
+    """The same with left vectors: every row is `(u, v)`. There are no weights, and `m ≥ n`."""
+
+
 class Solver(Configured):
     """A way to solve a problem. Subclasses implement `solve` and name the forms they solve."""
 
