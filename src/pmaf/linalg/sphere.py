@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import dot, norm
+from pmaf.linalg.roundings import noise_tolerance
 
 
 def project(u: Tensor) -> Tensor:
@@ -44,3 +45,8 @@ def references(like: Tensor) -> tuple[Tensor, Tensor]:
     n = like.shape[-1]
     index = torch.arange(n, dtype=like.dtype, device=like.device)
     return torch.ones_like(index), torch.cos(index + 1)
+
+
+def reaches(u: Tensor) -> Tensor:
+    """Whether points of the unit ball are on its sphere, up to rounding, `(*,)`."""
+    return norm(u) >= 1 - noise_tolerance(u.dtype)
