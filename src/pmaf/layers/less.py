@@ -93,9 +93,9 @@ class SphereLeastSquares(Problem):
 
     @property
     def batch_shape(self) -> torch.Size:
-        batch = super().batch_shape
-        others = [x.shape[: x.dim() - dims] for x, dims in self.hints().values() if x is not None]
-        return broadcast(batch, *others) if others else batch
+        # A trace cannot follow super() to a property.
+        shapes = [x.shape[: x.dim() - dims] for x, dims in self.hints().values() if x is not None]
+        return broadcast(self.A.shape[:-2], self.b.shape[:-1], *shapes)
 
     def hints(self) -> dict[str, tuple[Tensor | None, int]]:
         """The tensors that are options; they get gradients."""
@@ -438,6 +438,9 @@ _AUTO, _IMPLICIT = Auto(), Implicit()
 class LESS(nn.Module):
     """`pmaf.less` as a module, with the same keywords and results.
 
+    `radius` may be a parameter, which is then trained. `M` and `weights` are inputs, as `A` and `b`
+    are.
+
     >>> import torch, pmaf
     >>> pmaf.LESS(radius=2.0)
     LESS(radius=2.0, solver=Auto(), gradient=Implicit())
@@ -446,20 +449,48 @@ class LESS(nn.Module):
     def __init__(
         self,
         *,
-        radius: float = 1.0,
+        radius: float | Tensor = 1.0,
+        ball: bool = False,
         solver: Solver | None = None,
         gradient: Gradient | None = None,
     ) -> None:
         super().__init__()
-        self.radius = errors.require_positive("radius", radius)
+        if isinstance(radius, Tensor) and not isinstance(radius, nn.Parameter):
+            self.register_buffer("radius", radius)
+        else:
+            number = not isinstance(radius, Tensor)
+            self.radius = errors.require_positive("radius", radius) if number else radius
+        self.ball = ball
         self.solver = solver or Auto()
         self.gradient = gradient or Implicit()
 
-    def forward(self, A: Tensor | Operator, b: Tensor, init: Tensor | None = None) -> Tensor:
-        return less(A, b, radius=self.radius, solver=self.solver, gradient=self.gradient, init=init)
+    def forward(
+        self,
+        A: Tensor | Operator,
+        b: Tensor,
+        init: Tensor | None = None,
+        *,
+        M: Tensor | Diagonal | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        return less(
+            A,
+            b,
+            radius=self.radius,
+            ball=self.ball,
+            M=M,
+            weights=weights,
+            solver=self.solver,
+            gradient=self.gradient,
+            init=init,
+        )
 
     def __prepare_scriptable__(self) -> None:
         errors.refuse_script(self)
 
     def extra_repr(self) -> str:
-        return f"radius={self.radius}, solver={self.solver!r}, gradient={self.gradient!r}"
+        radius = self.radius
+        if isinstance(radius, Tensor):
+            radius = f"{type(radius).__name__}{tuple(radius.shape)}"
+        ball = "ball=True, " * self.ball
+        return f"radius={radius}, {ball}solver={self.solver!r}, gradient={self.gradient!r}"
