@@ -8,7 +8,7 @@ because a square root of the weights must not be differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,18 +17,20 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.by_products import Incoming, ball_gradients
 from pmaf.gradients.constrained import ConstrainedConditions, scaled, split, stack, times
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import power_of_two, times_power
-from pmaf.operators import Diagonal, Operator, multiply, multiply_rows
-from pmaf.operators.coordinates import Coordinates, InCoordinates
+from pmaf.operators import Diagonal, Operator, multiply
+from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors
+from pmaf.operators.rows import rows_of
 from pmaf.problem import Problem
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
-from pmaf.solvers.ball import solve_ball
+from pmaf.solvers.ball import solve_ball, solve_inside
 from pmaf.solvers.base import LeastSquares, Outcome
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
@@ -71,12 +73,12 @@ class WeightedLeastSquares(Problem):
 
     def curvature(self, rows: Tensor) -> Tensor:
         A, (_, weights) = self.A, split(self.sides)
-        images = multiply_rows(A, rows)
+        images = _product(A.matvec, A, rows) if isinstance(A, Operator) else rows @ A.mT
         if weights is not None:
             images = images * weights.unsqueeze(-2)
-        return A.rmatvec(images) if isinstance(A, Operator) else images @ A
+        return _product(A.rmatvec, A, images) if isinstance(A, Operator) else images @ A
 
-    def rows(self, A: Tensor, b: Tensor) -> Any:
+    def rows(self, A: Any, b: Tensor) -> Any:
         """Least squares of `A` and `b` on the unit sphere, for solvers."""
         raise NotImplementedError
 
@@ -107,6 +109,20 @@ class WeightedLeastSquares(Problem):
         assert isinstance(solver, Secular)
         b = b.expand(*self.batch_shape, -1)
         return solve_ball(A, b, self.single, solver.max_iterations)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        A, (b, weights) = self.A, split(self.sides)
+        if weights is not None:
+            assert isinstance(A, Operator)
+            root = weights.sqrt()
+            A, b = WithRowFactors(A, root), root * b
+        outcome, seen = solver.solve_by_products(self.rows(A, b), init)
+        return (solve_inside(outcome, seen, b, solver) if self.ball else outcome), seen
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        if not self.ball:
+            return super().gradients_by_products(given)
+        return ball_gradients(self, given, sphere.reaches(given.y))
 
     def conditions(
         self, tensors: tuple[Tensor, ...], y: Tensor, state: State
@@ -145,6 +161,14 @@ class WeightedLeastSquares(Problem):
             return torch.where(active, outside, inside)
 
         return step
+
+
+def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
+    """A product with rows; an operator without a batch takes the rows of all batch entries."""
+    if A.batch_shape or rows.dim() == 2:
+        return product(rows)
+    image = product(rows.reshape(-1, rows.shape[-1]))
+    return image.reshape(*rows.shape[:-1], image.shape[-1])
 
 
 # Arguments.
@@ -293,21 +317,34 @@ def posed(
 
 
 def certify_ball(rows: Any, w: Tensor) -> Certificate:
-    """A certificate of `w` in the unit ball for least squares `rows`, all in float64.
+    """A certificate of `w` in the unit ball, for least squares `rows`."""
+    low, high, scale = rows.curvature_range()
+    return _explained(w, rows.force(w, *rows.tensors), low, high, scale)
+
+
+def certify_ball_by_products(problem: Any, w: Tensor) -> Certificate:
+    """The same by products; the smallest eigenvalue of the curvature is only known as positive."""
+    problem = problem.with_flat([x.detach() for x in problem.flat])
+    seen = rows_of(problem)
+    force = problem.force(w, *problem.tensors)
+    seen.look(seen.curvature_of(problem), torch.zeros_like(w[..., 0]))
+    top = seen.scale.reshape(problem.batch_shape)
+    scale = top + norm(problem.force(torch.zeros_like(w), *problem.tensors))
+    return _explained(w, force, torch.zeros_like(top), top, scale)
+
+
+def _explained(w: Tensor, force: Tensor, low: Tensor, high: Tensor, scale: Tensor) -> Certificate:
+    """The certificate from the force at `w` and the range of the curvature.
 
     A minimum is explained by a constraint that does not act, or by one that acts with a
     multiplier of at least zero. The explanation that fits better counts. The problem is convex, so
     that a stationary point is a global minimum.
     """
-    force = rows.force(w, *rows.tensors)
-    length = norm(w)
-    low, high, scale = rows.curvature_range()
-    scale, top = one_if_zero(scale), one_if_zero(high)
+    length, scale, top = norm(w), one_if_zero(scale), one_if_zero(high)
     multiplier = (dot(w, force) / one_if_zero(length.square())).clamp_min(0)
     inside = (length - 1).clamp_min(0), norm(force) / scale
     outside = (length - 1).abs(), norm(force - multiplier.unsqueeze(-1) * w) / scale
     acts = torch.maximum(*outside) < torch.maximum(*inside)
     feasibility, stationarity = (torch.where(acts, x, y) for x, y in zip(outside, inside))
-    return Certificate(
-        feasibility, stationarity, (torch.where(acts, multiplier, 0) + low) / top
-    )
+    optimality = (torch.where(acts, multiplier, 0) + low) / top
+    return Certificate(feasibility, stationarity, optimality)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.certificate import certify_minimum, certify_minimum_by_products
+from pmaf.certificate import certify_minimum
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.constrained import scaled, stack, times
@@ -20,6 +20,7 @@ from pmaf.layers.constrained import (
     Posed,
     WeightedLeastSquares,
     certify_ball,
+    certify_ball_by_products,
     column,
     posed,
     require_options,
@@ -108,6 +109,12 @@ class SphereLeastSquares(Problem):
             found["weights"] = self.weights, 1
         return found
 
+    def with_parts(self, parts: dict[str, Tensor]) -> Any:
+        diagonal = isinstance(self.M, Diagonal)
+        return super().with_parts(
+            {k: Diagonal(x) if diagonal and k == "M" else x for k, x in parts.items()}  # pyright: ignore
+        )
+
     @property
     def rank(self) -> int:
         return min(self.A.shape[-2:])
@@ -174,12 +181,11 @@ class SphereLeastSquares(Problem):
         if not self.has_options:
             return super().certify(value)
         self.require_value(value)
-        wide = torch.float64 if self.operator is None else self.dtype
-        problem = self.with_flat([x.detach().to(wide) for x in self.flat])
-        found = posed(problem, in_range)
+        found = posed(self.with_flat([x.detach() for x in self.flat]), in_range)
         w = found.of_vector(value.detach())
         if self.operator is not None:
-            return certify_minimum_by_products(self._unit(found), w)
+            unit = self._unit(found)
+            return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
         A, b = scaled(found.A, stack(found.b, found.weights))
         rows = SphereLeastSquares(A, b)
         return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
@@ -322,7 +328,7 @@ class SphereLeastSquares(Problem):
 class _Weighted(WeightedLeastSquares):
     """`WeightedLeastSquares` with the problem that it hands to solvers."""
 
-    def rows(self, A: Tensor, b: Tensor) -> SphereLeastSquares:
+    def rows(self, A: Any, b: Tensor) -> SphereLeastSquares:
         return SphereLeastSquares(A, b)
 
 

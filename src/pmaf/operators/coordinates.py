@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,13 @@ class Coordinates(NamedTuple):
         lower, info = torch.linalg.cholesky_ex(whole)
         _require_definite(info > 0)
         return cls(lower, None)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        if self.lower is None:
+            assert self.roots is not None
+            return self.roots.shape[:-1]
+        return self.lower.shape[:-2]
 
     def of_matrix(self, A: Tensor) -> Tensor:
         """`AL⁻ᵀ` for `A` of shape `(*, m, n)`, which is `L⁻¹` times each row."""
@@ -71,20 +78,45 @@ def _require_definite(failed: Tensor) -> None:
         )
 
 
-class InCoordinates(Operator):
+class _Changed(Operator):
+    """An operator with a factor on its left or right, which may have more batch dimensions."""
+
+    def __init__(self, part: Operator) -> None:
+        self.part = part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def claims(self) -> Iterator[Operator]:
+        return self.part.claims()
+
+    def _of_part(self, product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """A product of the part; a part without a batch takes the rows of all batch entries."""
+        if self.part.batch_shape or rows.dim() == 2:
+            return product(rows)
+        image = product(rows.reshape(-1, rows.shape[-1]))
+        return image.reshape(*rows.shape[:-1], image.shape[-1])
+
+    def __repr__(self) -> str:
+        return repr(self.part)
+
+
+class InCoordinates(_Changed):
     """`AL⁻ᵀ`, for an operator `A`."""
 
     def __init__(self, part: Operator, coordinates: Coordinates) -> None:
-        self.part, self.coordinates = part, coordinates
+        super().__init__(part)
+        self.coordinates = coordinates
 
     @property
     def shape(self) -> torch.Size:
-        factor = self.coordinates.lower
-        roots = self.coordinates.roots
-        batch = factor.shape[:-2] if factor is not None else torch.Size()
-        batch = roots.shape[:-1] if roots is not None else batch
-        whole = torch.broadcast_shapes(self.part.batch_shape, batch)
-        return torch.Size((*whole, *self.part.shape[-2:]))
+        batch = torch.broadcast_shapes(self.part.batch_shape, self.coordinates.batch_shape)
+        return torch.Size((*batch, *self.part.shape[-2:]))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -92,18 +124,39 @@ class InCoordinates(Operator):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> InCoordinates:
         *own, factor = tensors
-        lower = self.coordinates.lower is not None
-        coordinates = Coordinates(factor if lower else None, None if lower else factor)
+        dense = self.coordinates.lower is not None
+        coordinates = Coordinates(factor, None) if dense else Coordinates(None, factor)
         return InCoordinates(self.part.with_tensors(own), coordinates)
 
-    def claims(self) -> Iterator[Operator]:
-        return self.part.claims()
-
     def matvec(self, rows: Tensor) -> Tensor:
-        return self.part.matvec(self.coordinates.back_rows(rows))
+        return self._of_part(self.part.matvec, self.coordinates.back_rows(rows))
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return self.coordinates.of_matrix(self.part.rmatvec(rows))
+        return self.coordinates.of_matrix(self._of_part(self.part.rmatvec, rows))
 
-    def __repr__(self) -> str:
-        return repr(self.part)
+
+class WithRowFactors(_Changed):
+    """`diag(f)A` for an operator `A` and factors `f` of shape `(*, m)`."""
+
+    def __init__(self, part: Operator, factors: Tensor) -> None:
+        super().__init__(part)
+        self.factors = factors
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.part.batch_shape, self.factors.shape[:-1])
+        return torch.Size((*batch, *self.part.shape[-2:]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.part.tensors, self.factors
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> WithRowFactors:
+        *own, factors = tensors
+        return WithRowFactors(self.part.with_tensors(own), factors)
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self._of_part(self.part.matvec, rows) * self.factors.unsqueeze(-2)
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return self._of_part(self.part.rmatvec, rows * self.factors.unsqueeze(-2))
