@@ -79,6 +79,33 @@ def _less(name: str, **options: Any) -> Column:
     )
 
 
+class Constrained(nn.Module):
+    """Weighted least squares in or on an ellipsoid; the last input is turned into its matrix."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer = pmaf.LESS(**options)
+
+    def forward(self, A: Tensor, b: Tensor, w: Tensor, rho: Tensor, X: Tensor) -> Tensor:
+        # Not a product of matrices, which autocast would round.
+        M = (X.unsqueeze(-1) * X.unsqueeze(-2)).sum(-3) / 4 + torch.eye(3).to(X)
+        weights = w * w  # none negative, and one of them zero
+        options = {"ball": self.layer.ball, "solver": self.layer.solver}
+        return pmaf.less(A, b, radius=rho.exp().squeeze(-1), M=M, weights=weights, **options)
+
+
+def _constrained(name: str, **options: Any) -> Column:
+    """Some of the solutions in a ball are inside of it."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        A, w = _seeded(4, 5, 3), _seeded(4, 5) * (torch.arange(5) != 2)
+        b = _seeded(4, 5).flip(0) * torch.tensor([0.1, 2.0, 0.3, 4.0], dtype=T).unsqueeze(-1)
+        return A, b, w, _seeded(4, 1) / 4, _seeded(4, 4, 3)
+
+    layer = Constrained(**options)
+    return Column(name, lambda *x: layer(*x), lambda: Constrained(**options), inputs)
+
+
 def _ied(name: str, k: int | None = None, **options: Any) -> Column:
     flags = {key: options.pop(key, False) for key in FLAGS}
 
@@ -315,6 +342,8 @@ PATIENT = ProjectedGradient(regulariser=1e-30, tolerance=0.0, max_iterations=300
 
 COLUMNS = [
     _less("less"),
+    _constrained("less, radius, M, weights"),
+    _constrained("less, ball, radius, M, weights", ball=True),
     # A problem that the library does not know, declared by its force and its curvature.
     Column(
         "declared",

@@ -233,13 +233,17 @@ class Problem(Named):
 
     def certify(self, value: Tensor) -> Certificate:
         """Evidence about a solution, from the problem and the solution alone."""
+        self.require_value(value)
+        by_products = self.operator is not None
+        return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
+
+    def require_value(self, value: Tensor) -> None:
+        """Raise an error unless `value` has the shape of a solution."""
         shape = (*self.batch_shape, self.n)
         if value.shape != shape:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
-        by_products = self.operator is not None
-        return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
     # Differentiation.
 
@@ -319,6 +323,10 @@ class Problem(Named):
         """The outcome of a solver; raises `OutOfRangeError` if other units are needed."""
         return solver.solve(self, init=init, report=report)
 
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        """The outcome of a solver for an operator, and the products for the backward pass."""
+        return solver.solve_by_products(self, init)
+
     def finished(self, outcome: Outcome) -> Outcome:
         """The outcome of a solver after a last change that is not differentiated."""
         return outcome
@@ -372,7 +380,7 @@ class Problem(Named):
         if self.operator is not None:
             run: Any = torch.compiler.disable(self._run_products)
             return run(solver.resolve(self), gradient, init, throw)
-        if any(ranks.is_spread(x) for x in self.tensors):
+        if any(ranks.is_spread(x) for x in (*self.tensors, *(x for x, _ in self.hints().values()))):
             return self._run_parts(solver, gradient, init, report, throw)
         if 0 in self.batch_shape:
             return self._empty()
@@ -446,12 +454,16 @@ class Problem(Named):
         named["init"] = (init, self.dims_of(init))
         parts = ranks.Parts(self.batch_shape, named)
         start = parts.inputs.pop("init", None)
-        mine = replace(self, **parts.inputs)
+        mine = self.with_parts(parts.inputs)
         return parts.join_all(mine.run(solver, gradient, init=start, report=report, throw=throw))
 
     def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        """Tensors besides the inputs, which get no gradient, and the dimensions of an entry."""
+        """Tensors besides the inputs, by field, and the dimensions of one batch entry of each."""
         return {}
+
+    def with_parts(self, parts: dict[str, Tensor]) -> Any:
+        """The same problem with the parts of its tensors that this rank has."""
+        return replace(self, **parts)
 
     def dims_of(self, vectors: Tensor | None) -> int:
         """The dimensions of one batch entry of a start or a reference."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.solvers import Krylov, Solver
 from pmaf.tangent.general import gmres
-from pmaf.tangent.residuals import Product, conjugate_residuals
+from pmaf.tangent.residuals import Product, Solved, conjugate_residuals
 
 _KRYLOV = Krylov()
 
@@ -126,20 +126,80 @@ def least_squares_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | 
 
 def declared_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of all tensors, for a problem that declares its force and its curvature."""
+    z = _minimum_tangent(given.seen.curvature_of(problem), given)[1]
+    return _pulled(problem, given, lambda posed, y, z: posed.force(y, *posed.tensors), z)
+
+
+def ball_gradients(problem: Any, given: Incoming, active: Tensor) -> Sequence[Tensor | None]:
+    """The same for a minimum in the unit ball, where the constraint acts on some entries only.
+
+    Args:
+        active: `(*,)`, the entries on which it acts.
+    """
+    seen = given.seen
+    mask = active.reshape(-1, 1, 1)
+    curvature = seen.curvature_of(problem)
+    y = given.y.reshape(seen.entries, 1, -1)
+    d_multiplier = given.d_multiplier
+    if d_multiplier is not None:
+        given = given._replace(d_multiplier=torch.where(active, d_multiplier, 0))
+    border = torch.where(mask, y, 0)
+    m, n = seen.A.shape[-2:]
+    null = None
+    if m < n and given.v is not None:
+        # A wide matrix has a null space, in which the solution of least norm has no part. What the
+        # system leaves of v is the part of v in the null space.
+        v = given.v.reshape(y.shape)
+        rest = v - curvature(_solved(curvature, given, border, v).rows)
+        null = torch.where(mask, 0, rest)
+        given = given._replace(v=(v - null).reshape(given.v.shape))
+    z = _minimum_tangent(curvature, given, border)[1]
+    found = _pulled(problem, given, lambda posed, y, z: posed.force(y, *posed.tensors), z)
+    if null is None:
+        return found
+    x = _solved(curvature, given, border, torch.where(mask, 0, y)).rows
+    moved = _pulled(problem, given, lambda posed, y, z: _curved(posed, x.reshape(y.shape)), null)
+    return [dx if dx is None or more is None else dx + more for dx, more in zip(found, moved)]
+
+
+def _curved(problem: Any, x: Tensor) -> Tensor:
+    return problem.curvature(x.unsqueeze(-2)).squeeze(-2)
+
+
+def _pulled(
+    problem: Any, given: Incoming, function: Callable[..., Tensor], z: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of `zᵀ function(problem, y, z)` in all tensors, with `y` and `z` fixed."""
     seen, needs, shape = given.seen, given.needs, given.y.shape
-    y, z = _minimum_tangent(seen.curvature_of(problem), given)
+    y = given.y
     leaves = [x.detach().requires_grad_(need) for x, need in zip(problem.flat, needs)]
     u, z = (ranks.replicate(x.reshape(shape), seen.mesh) for x in (y, z))
     with torch.enable_grad():
         posed = problem.with_flat(leaves)
-        force = posed.force(u, *posed.tensors)
+        image = function(posed, u, z)
         wanted = [x for x, need in zip(leaves, needs) if need]
-        found = iter(torch.autograd.grad(force, wanted, z, allow_unused=True))
+        found = iter(torch.autograd.grad(image, wanted, z, allow_unused=True))
     parts = [next(found) if need else None for need in needs]
     return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(parts, problem.flat)]
 
 
-def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tensor]:
+def _solved(curvature: Product, given: Incoming, border: Tensor, right: Tensor) -> Solved:
+    """The solution of the bordered system for rows `(B, 1, n)`; no border where it is zero."""
+    seen = given.seen
+    return conjugate_residuals(
+        lambda x: -curvature(x),
+        given.multiplier.reshape(-1, 1),
+        border,
+        right,
+        scale=seen.scale,
+        limit=given.options.max_products,
+        agreed=seen.agreed,
+    )
+
+
+def _minimum_tangent(
+    curvature: Product, given: Incoming, border: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
 
     `MinimumConditions.gradients` explains the part of the multiplier's gradient.
@@ -151,15 +211,8 @@ def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tenso
     if along is not None:
         v = v - curvature(along)
     kept = seen.by_entries
-    solved = conjugate_residuals(
-        lambda x: -curvature(x),
-        given.multiplier.reshape(-1, 1),
-        y,
-        v if kept is None else torch.where(kept.mask[:, None, None], 0, v),
-        scale=seen.scale,
-        limit=given.options.max_products,
-        agreed=seen.agreed,
-    )
+    right = v if kept is None else torch.where(kept.mask[:, None, None], 0, v)
+    solved = _solved(curvature, given, y if border is None else border, right)
     z, residual, converged = solved.rows, solved.residual, solved.converged & seen.unique
     if kept is not None:
         exact = (x.to(y.dtype) if x.is_floating_point() else x for x in kept.tangent(v))

@@ -1,0 +1,350 @@
+"""Options of least squares: a ball, an ellipsoid, weights, a radius that gets a gradient.
+
+An ellipsoid `uᵀMu = ρ²` is a sphere in other coordinates: with `M = LLᵀ`, `u = ρL⁻ᵀw` for a unit
+vector `w`, which solves the problem of `AL⁻ᵀ` and `b/ρ`. This change of coordinates is
+differentiable. Weights and the ball belong to a problem of their own, `WeightedLeastSquares`,
+because a square root of the weights must not be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.by_products import Incoming, ball_gradients
+from pmaf.gradients.constrained import ConstrainedConditions, scaled, split, stack, times
+from pmaf.linalg import sphere
+from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
+from pmaf.linalg.roundings import power_of_two, times_power
+from pmaf.operators import Diagonal, Operator, multiply
+from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors
+from pmaf.operators.rows import rows_of
+from pmaf.problem import Problem
+from pmaf.runtime.modes import plain
+from pmaf.solution import Certificate
+from pmaf.solvers import Secular, Solver
+from pmaf.solvers.auto import SECULAR, best_least_squares
+from pmaf.solvers.ball import solve_ball, solve_inside
+from pmaf.solvers.base import LeastSquares, Outcome
+from pmaf.tangent.basis import TangentSolver
+from pmaf.tangent.bordered import State
+from pmaf.tangent.unbordered import invert_in_basis
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedLeastSquares(Problem):
+    """`min ½Σᵢ wᵢ(aᵢu − bᵢ)²` on the unit sphere or in the unit ball, as solvers take it.
+
+    Args:
+        A: `(*, m, n)`, a tensor or an operator.
+        sides: `(*, 1, m)`, which is `b`, or `(*, 2, m)`, which is `b` and the weights: a solve has
+            two tensors.
+        ball: whether `‖u‖ ≤ 1` is the constraint, not `‖u‖ = 1`.
+        single: whether the numbers had the digits of float32 before they were converted to float64.
+    """
+
+    A: Tensor | Operator
+    sides: Tensor
+    ball: bool = False
+    single: bool = False
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "sides": 2}
+
+    @property
+    def rank(self) -> int:
+        return min(self.A.shape[-2:])
+
+    @property
+    def basis_batch(self) -> torch.Size:
+        # Without weights all problems with one matrix share its eigenvectors.
+        return self.A.shape[:-2] if self.sides.shape[-2] == 1 else self.batch_shape
+
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        A, sides = inputs
+        b, weights = split(sides)
+        pull = times(weights, b - multiply(A, u))
+        return A.transposed(pull) if isinstance(A, Operator) else rmatvec(A, pull)
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        A, (_, weights) = self.A, split(self.sides)
+        images = _product(A.matvec, A, rows) if isinstance(A, Operator) else rows @ A.mT
+        if weights is not None:
+            images = images * weights.unsqueeze(-2)
+        return _product(A.rmatvec, A, images) if isinstance(A, Operator) else images @ A
+
+    def rows(self, A: Any, b: Tensor) -> Any:
+        """Least squares of `A` and `b` on the unit sphere, for solvers."""
+        raise NotImplementedError
+
+    def best_solver(self) -> Solver:
+        return SECULAR if self.ball and self.operator is None else best_least_squares(self)
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        found = super().multiplier_at(u)
+        return torch.where(sphere.reaches(u), found, 0) if self.ball else found
+
+    def _run(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Outcome:
+        if isinstance(gradient, Unroll) or (self.ball and not isinstance(gradient, Implicit)):
+            raise TypeError(
+                f"gradient={gradient!r} is not for ball=True or weights; use gradient=Implicit()"
+            )
+        if self.ball and not isinstance(solver.resolve(self), Secular):
+            raise TypeError(
+                f"solver={solver!r} does not solve problems with ball=True; use Auto() or Secular()"
+            )
+        return super()._run(solver, gradient, init, report, throw)
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        A, b = scaled(self.matrix, self.sides)
+        if not self.ball:
+            return solver.solve(self.rows(A, b), init=init, report=report)
+        assert isinstance(solver, Secular)
+        b = b.expand(*self.batch_shape, -1)
+        return solve_ball(A, b, self.single, solver.max_iterations)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        A, (b, weights) = self.A, split(self.sides)
+        if weights is not None:
+            assert isinstance(A, Operator)
+            root = weights.sqrt()
+            A, b = WithRowFactors(A, root), root * b
+        outcome, seen = solver.solve_by_products(self.rows(A, b), init)
+        return (solve_inside(outcome, seen, b, solver) if self.ball else outcome), seen
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        if not self.ball:
+            return super().gradients_by_products(given)
+        return ball_gradients(self, given, sphere.reaches(given.y))
+
+    def conditions(
+        self, tensors: tuple[Tensor, ...], y: Tensor, state: State
+    ) -> ConstrainedConditions:
+        return ConstrainedConditions(self, tensors, y, state, self.ball, matvec(tensors[0], y))
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        if not self.ball:
+            return super().newton(fixed, found, solve)
+        kept, gap, y = found.basis, found.gap, found.value
+        correct = TangentSolver(*kept, gap, y)
+        singular = ((gap == 0) & (found.multiplier <= 0)).unsqueeze(-1)
+        active = sphere.reaches(y).unsqueeze(-1) & ~singular
+
+        def invert(v: Tensor) -> Tensor:
+            return invert_in_basis(kept, gap, v.unsqueeze(-2)).squeeze(-2)
+
+        def curved(x: Tensor) -> Tensor:
+            return self.curvature(x.unsqueeze(-2)).squeeze(-2)
+
+        def least_norm(u: Tensor) -> Tensor:
+            """A point of the range of the curvature, where minimisers of least norm are."""
+            x = invert(u)
+            for _ in range(4):  # as many as there are Newton steps, for as many derivatives
+                x = x + invert(u - curved(x))
+            return curved(x)
+
+        def step(u: Tensor) -> Tensor:
+            force = self.force(u, *self.tensors)
+            inside = u + invert(force)
+            inside = torch.where(singular, least_norm(inside), inside)
+            safe = torch.where(active, u, y + ~active)  # a division by zero has no derivative
+            outside = sphere.project(safe + correct(sphere.tangent(safe, force)))
+            return torch.where(active, outside, inside)
+
+        return step
+
+
+def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
+    """A product with rows; an operator without a batch takes the rows of all batch entries."""
+    if A.batch_shape or rows.dim() == 2:
+        return product(rows)
+    image = product(rows.reshape(-1, rows.shape[-1]))
+    return image.reshape(*rows.shape[:-1], image.shape[-1])
+
+
+# Arguments.
+
+
+def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
+    """A number, or a tensor `(*,)`; both positive, finite, and in the range of the dtype."""
+    info = torch.finfo(A.dtype)
+    if not isinstance(radius, Tensor):
+        radius = errors.require_positive("radius", radius)
+        if not info.tiny <= radius <= info.max:
+            raise ValueError(
+                f"radius must be a number that {A.dtype} can hold, {info.tiny} to {info.max}; "
+                f"got {radius}"
+            )
+        return radius
+    errors.require_alike("radius", radius, "A", A)
+    if plain(radius):
+        bad = ~((radius > 0) & torch.isfinite(radius))
+        if bad.any():
+            raise ValueError(
+                f"radius must be positive and finite; got {float(radius[bad].reshape(-1)[0])}"
+                + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
+                + "; use radius.exp() or softplus of a parameter to keep it positive"
+            )
+    return radius
+
+
+def require_options(problem: Any) -> None:
+    """Tensors that are options have the dtype of `A`, and shapes that fit."""
+    A, b, M, weights = problem.A, problem.b, problem.M, problem.weights
+    batches = {"A": A.shape[:-2], "b": b.shape[:-1]}
+    if not isinstance(problem.ball, bool):
+        raise TypeError(f"ball must be True or False; got {problem.ball!r}")
+    if isinstance(problem.radius, Tensor):
+        batches["radius"] = problem.radius.shape
+    if weights is not None:
+        errors.require_vector("weights", weights, "m")
+        errors.require_alike("weights", weights, "A", A)
+        m = A.shape[-2]
+        if weights.shape[-1] != m:
+            raise ValueError(
+                f"A of shape {errors.shape_of(A)} needs weights of shape (*, {m}), one for each "
+                f"row; got {errors.shape_of(weights)}"
+            )
+        if plain(weights):
+            errors.require_finite(weights=(weights, 1))
+            if (weights < 0).any():
+                raise ValueError(
+                    f"weights must not be negative; the smallest is {float(weights.min())}"
+                )
+        batches["weights"] = weights.shape[:-1]
+    if M is not None:
+        batches["M"] = _require_metric(M, A)
+    names = list(batches)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            errors.require_broadcast(name, batches[name], other, batches[other])
+
+
+def _require_metric(M: Any, A: Any) -> torch.Size:
+    """Raise an error unless `M` is `(*, n, n)`; returns its batch shape."""
+    if isinstance(M, Operator) and not isinstance(M, Diagonal):
+        raise TypeError(
+            f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
+        )
+    if not isinstance(M, Diagonal):
+        errors.require_matrix("M", M, "n, n")
+    errors.require_alike("M", M, "A", A)
+    n = A.shape[-1]
+    if M.shape[-2:] != (n, n):
+        raise ValueError(
+            f"A of shape {errors.shape_of(A)} needs M of shape (*, {n}, {n}); "
+            f"got {errors.shape_of(M)}"
+        )
+    return M.shape[:-2]
+
+
+# From the problem that the user poses to the one that solvers take.
+
+
+def column(radius: float | Tensor) -> float | Tensor:
+    """The radius as a factor of vectors `(*, n)`."""
+    return radius.unsqueeze(-1) if isinstance(radius, Tensor) else radius
+
+
+class Posed(NamedTuple):
+    """A problem in the coordinates in which its constraint is the unit sphere or ball."""
+
+    A: Any
+    b: Tensor
+    weights: Tensor | None
+    exponents: Tensor | None  # of powers of two that multiplier and gap are multiplied by
+    coordinates: Coordinates | None
+    radius: float | Tensor
+    dtype: torch.dtype  # of the user
+
+    def back(self, w: Tensor) -> Tensor:
+        """The vector of the user's problem, in its dtype."""
+        u = w if self.coordinates is None else self.coordinates.back(w)
+        return (column(self.radius) * u).to(self.dtype)
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """A multiplier or a gap in the units of the user's problem, in its dtype."""
+        return (x if self.exponents is None else times_power(x, self.exponents)).to(self.dtype)
+
+    def of_vector(self, u: Tensor) -> Tensor:
+        """The vector of the unit sphere or ball that `back` takes to `u`."""
+        u = u.to(self.b.dtype)
+        u = u if self.coordinates is None else self.coordinates.of_vector(u)
+        return u / column(self.radius)
+
+
+def working_dtype(A: Any) -> torch.dtype:
+    """The dtype to compute in: float64, except for operators, and on devices that have none."""
+    if isinstance(A, Operator) or A.device.type == "mps":
+        return torch.float64 if A.dtype == torch.float64 else torch.float32
+    return torch.float64
+
+
+def posed(
+    problem: Any, in_range: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None
+) -> Posed:
+    """Change coordinates and units; differentiable."""
+    A, b, weights, radius = problem.A, problem.b, problem.weights, problem.radius
+    dtype = working_dtype(A)
+    b, weights = b.to(dtype), None if weights is None else weights.to(dtype)
+    radius = radius.to(dtype) if isinstance(radius, Tensor) else radius
+    coordinates = None if problem.M is None else Coordinates.of(problem.M, dtype)
+    exponents: Tensor | None = None
+    if isinstance(A, Operator):
+        A = A.with_tensors([x.to(dtype) for x in A.tensors])
+        if coordinates is not None:
+            A = InCoordinates(A, coordinates)
+        b = b / column(radius)
+    else:
+        A = A.to(dtype)
+        A = A if coordinates is None else coordinates.of_matrix(A)
+        assert in_range is not None
+        A, b, exponents = in_range(A, b, radius)
+    if weights is not None:
+        power = power_of_two(weights.detach().amax(-1)).log2()
+        weights = times_power(weights, -power.unsqueeze(-1))
+        exponents = power if exponents is None else exponents + power
+    return Posed(A, b, weights, exponents, coordinates, radius, problem.dtype)
+
+
+def certify_ball(rows: Any, w: Tensor) -> Certificate:
+    """A certificate of `w` in the unit ball, for least squares `rows`."""
+    low, high, scale = rows.curvature_range()
+    return _explained(w, rows.force(w, *rows.tensors), low, high, scale)
+
+
+def certify_ball_by_products(problem: Any, w: Tensor) -> Certificate:
+    """The same by products; the smallest eigenvalue of the curvature is only known as positive."""
+    problem = problem.with_flat([x.detach() for x in problem.flat])
+    seen = rows_of(problem)
+    force = problem.force(w, *problem.tensors)
+    seen.look(seen.curvature_of(problem), torch.zeros_like(w[..., 0]))
+    top = seen.scale.reshape(problem.batch_shape)
+    scale = top + norm(problem.force(torch.zeros_like(w), *problem.tensors))
+    return _explained(w, force, torch.zeros_like(top), top, scale)
+
+
+def _explained(w: Tensor, force: Tensor, low: Tensor, high: Tensor, scale: Tensor) -> Certificate:
+    """The certificate from the force at `w` and the range of the curvature.
+
+    A minimum is explained by a constraint that does not act, or by one that acts with a
+    multiplier of at least zero. The explanation that fits better counts. The problem is convex, so
+    that a stationary point is a global minimum.
+    """
+    length, scale, top = norm(w), one_if_zero(scale), one_if_zero(high)
+    multiplier = (dot(w, force) / one_if_zero(length.square())).clamp_min(0)
+    inside = (length - 1).clamp_min(0), norm(force) / scale
+    outside = (length - 1).abs(), norm(force - multiplier.unsqueeze(-1) * w) / scale
+    acts = torch.maximum(*outside) < torch.maximum(*inside)
+    feasibility, stationarity = (torch.where(acts, x, y) for x, y in zip(outside, inside))
+    optimality = (torch.where(acts, multiplier, 0) + low) / top
+    return Certificate(feasibility, stationarity, optimality)

@@ -1,0 +1,115 @@
+"""The global minimiser of least squares in the unit ball, `‖u‖ ≤ 1`.
+
+Where the least-norm minimiser `A⁺b` without the constraint is in the ball, it is the solution, and
+the multiplier is zero. Elsewhere the solution is on the sphere and has a multiplier `μ > 0`. Both
+come from one decomposition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.errors import require_finite
+from pmaf.linalg import sphere
+from pmaf.linalg.gram import Spectrum, promoted_spectrum, singular_spectrum, small_gram
+from pmaf.linalg.products import matvec, norm, one_if_zero, rmatvec
+from pmaf.linalg.roundings import NOISE, SEARCHED, SETTLED
+from pmaf.linalg.secular import secular_root
+from pmaf.operators.rows import Rows
+from pmaf.runtime.log import took
+from pmaf.solvers.base import Outcome
+from pmaf.tangent.kept import Basis
+from pmaf.tangent.residuals import conjugate_residuals
+
+
+def solve_ball(A: Tensor, b: Tensor, single: bool, max_iterations: int) -> Outcome:
+    """The minimiser of `½‖Au − b‖²` with `‖u‖ ≤ 1`, of least norm if there are several.
+
+    Args:
+        single: whether `A` and `b` had the digits of float32 before they were converted to float64.
+            Then `AᵀA` keeps all their digits, and singular values that are rounding in float32
+            count as zero.
+    """
+    require_finite(A=(A, 2), b=(b, 1))
+    spectrum, c, eps = _decomposed(A, b, single)
+    values = spectrum.spread + spectrum.floor.unsqueeze(-1)
+    inside = torch.where(values == 0, 0, c / one_if_zero(values))
+    free = norm(inside) <= 1
+    noise = NOISE * eps * spectrum.top.sqrt() * norm(b)
+    u, t, steps, finished, _ = secular_root(
+        spectrum, c, noise, None, torch.finfo(c.dtype).eps, max_iterations
+    )
+    u = torch.where(free.unsqueeze(-1), rmatvec(spectrum.basis, inside), sphere.settle(u))
+    multiplier = torch.where(free, 0, (t - spectrum.floor).clamp_min(0))
+    force = rmatvec(A, b - matvec(A, u)) - multiplier.unsqueeze(-1) * u
+    residual = norm(force) / one_if_zero(A.square().sum((-2, -1)) + norm(rmatvec(A, b)))
+    return Outcome(
+        value=u,
+        multiplier=multiplier,
+        residual=residual,
+        gap=torch.where(free, spectrum.floor, t),
+        iterations=torch.where(free, 0, steps),
+        converged=(free | finished) & (residual <= SETTLED * eps),
+        kept=Basis(spectrum.basis, spectrum.spread),
+    )
+
+
+def _decomposed(A: Tensor, b: Tensor, single: bool) -> tuple[Spectrum, Tensor, float]:
+    """The spectrum of `AᵀA`, the coefficients of `Aᵀb`, and the rounding of the data."""
+    if single and A.dtype == torch.float64:
+        took("less: ball, eigenvectors")
+        return *promoted_spectrum(A, b, small_gram(A)), torch.finfo(torch.float32).eps
+    took("less: ball, singular vectors")
+    spectrum, left, s = singular_spectrum(A)
+    return spectrum, s * rmatvec(left, b), torch.finfo(A.dtype).eps
+
+
+def solve_inside(found: Outcome, seen: Rows, b: Tensor, solver: Any) -> Outcome:
+    """The minimiser in the ball by products with `A`, from that on the sphere.
+
+    The multiplier on the sphere is positive exactly if `A⁺b` is outside of the ball. For the other
+    entries conjugate residuals solve `AᵀAu = Aᵀb`; as they start from zero, the solution is that of
+    least norm. A second solve, for the residual computed from `A`, gives it the digits that `AᵀA`
+    has lost.
+    """
+    B, n = seen.entries, found.value.shape[-1]
+    size, multiplier = found.value.shape, found.multiplier.reshape(B)
+    tolerance = SEARCHED * torch.finfo(found.value.dtype).eps
+    near = multiplier <= tolerance * seen.scale
+    if seen.agreed(~near):
+        return found
+    took("products: inside of the ball")
+    g = seen.pulled(b.expand(*size[:-1], -1))
+    zero = torch.zeros_like(g)
+    u, products, done = zero, 0, ~near
+    for _ in range(2):
+        right = torch.where(near[:, None, None], g if products == 0 else g - seen.gram(u), 0)
+        solved = conjugate_residuals(
+            lambda x: -seen.gram(x),
+            zero[..., 0],
+            zero,
+            right,
+            scale=seen.scale,
+            limit=getattr(solver, "max_products", 5000),
+            agreed=seen.agreed,
+        )
+        done = solved.converged if products == 0 else done
+        u, products = u + solved.rows, products + solved.products
+    u = u.reshape(B, n)
+    free = near & (norm(u) <= 1)
+    residual = norm((g - seen.gram(u.unsqueeze(1))).squeeze(1)) / one_if_zero(
+        seen.scale + norm(g.squeeze(1))
+    )
+    new = (u, torch.zeros_like(multiplier), residual, torch.zeros_like(multiplier))
+    counts = torch.full_like(found.iterations.reshape(B), products)
+    fields = [
+        torch.where(free.reshape(-1, *(1,) * (x.dim() - 1)), x, old.reshape(x.shape)).reshape(
+            old.shape
+        )
+        for x, old in zip((*new, counts, done), found.tensors)
+    ]
+    seen.unique = seen.unique | free
+    return Outcome.of(fields, found.kept)
