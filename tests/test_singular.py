@@ -418,14 +418,14 @@ def test_float32_is_float64_rounded(shape, k):
     A, w = randn(3, *shape).float(), (0.1 + randn(3, shape[0], seed=1).abs()).float()
     results = []
     for dtype in (torch.float32, T):
-        a, b = A.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+        a, b = (x.to(dtype, copy=True).requires_grad_() for x in (A, w))
         V = pmaf.nullspace(a, k, weights=b)
         P = V if k is None else V @ V.mT
         t = pmaf.isvd(a, k)
         total = (P * weights(P)).sum() + sum((x * weights(x)).sum() for x in t)
         (first,) = torch.autograd.grad(total, a, create_graph=True)
         second = torch.autograd.grad((first * weights(first)).sum(), (a, b))
-        results.append((P, *t, first, *second))
+        results.append([x.detach() for x in (P, *t, first, *second)])
     s = torch.linalg.svdvals((A * w.sqrt().unsqueeze(-1)).double())
     closest = float(((s[:, :-1] - s[:, 1:]).amin(-1) / s[:, 0]).min())
     for x, y in zip(*results):
