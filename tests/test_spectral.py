@@ -266,7 +266,7 @@ class TestDerivatives:
         pmaf.spectral(A, "identity").sum().backward()
         torch.testing.assert_close(A.grad, torch.ones(3, 3, dtype=T), rtol=0, atol=8 * EPS)
 
-    @pytest.mark.parametrize("gap", [1e-3, 1e-6, 1e-9, 1e-12, 1e-15])
+    @pytest.mark.parametrize("gap", [1e-3, 1e-8, 1e-15])
     @pytest.mark.parametrize(("k", "largest"), [(None, True), (3, True), (3, False)])
     @pytest.mark.parametrize("name", ["sqrt", "inverse", "inverse_sqrt", "log", "exp", "pole"])
     def test_nearly_repeated(self, name, k, largest, gap):
@@ -420,6 +420,22 @@ def exact_derivatives(A, f, k, largest, G, W):
             turned(lambda i, j: two(i, j) * g[i, j]),
             turned(entry),
         )
+
+
+def test_a_name_in_a_trace():
+    torch._dynamo.reset()
+    A = with_eigenvalues([3.0, 3.0, 1.0])
+
+    def gradient(call):
+        leaf = A.clone().requires_grad_()
+        out = call(leaf)
+        return torch.autograd.grad((out * weights(out)).sum(), leaf)[0]
+
+    def root(A):
+        return pmaf.spectral(A, "sqrt")
+
+    traced = torch.compile(root, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradient(traced), gradient(root), rtol=0, atol=64 * EPS)
 
 
 class Filter(torch.nn.Module):

@@ -372,8 +372,8 @@ COLUMNS = [
     _ied("ied, IFT", gradient=IFT(), reverse_only=True),
     _ied("ied, IFT J", gradient=IFT(exploit=False), eager_backward=True, reverse_only=True),
     _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
-    _spectral("spectral, sqrt", "sqrt"),
-    _spectral("spectral, k=2, function", torch.nn.functional.softplus, 2, largest=False),
+    # Of the bottom eigenpairs and a function without a name, which takes all of the code.
+    _spectral("spectral", torch.nn.functional.softplus, 2, largest=False),
     _singular("nullspace, weights", NullSpace, None, 5, 3),
     _singular("nullspace, wide, k=2", NullSpace, 2, 3, 5),
     _singular("isvd", Triplets, None, 5, 3),

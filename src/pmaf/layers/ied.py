@@ -533,8 +533,8 @@ def ied(
 
     Gradients are finite and exact whenever the requested eigenvalues are simple, however
     often other eigenvalues repeat. Where a requested eigenvalue repeats they are exact for
-    functions of the span of its vectors, and not for functions of values and vectors together
-    (docs/ied.md says why).
+    functions of the span of its vectors, and not for functions of values and vectors together,
+    for which there is `pmaf.spectral` (docs/ied.md says why).
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.

@@ -94,7 +94,7 @@ class PrincipalSingularVectors(Problem):
 
     def signs(self, rows: Tensor) -> Tensor:
         """The sign for each row `(*, k, n)`, in the order of the solution, `(*, k)`."""
-        return self._posed()._signs(rows)
+        return self._posed().signs(rows, False)
 
     @property
     def tensors(self) -> tuple[Any, ...]:

@@ -51,9 +51,10 @@ def spectral(
         `(*, n, n)`, symmetric.
 
     >>> import torch, pmaf
-    >>> pmaf.spectral(torch.tensor([[5.0, 4.0], [4.0, 5.0]]), "sqrt")
-    tensor([[2., 1.],
-            [1., 2.]])
+    >>> pmaf.spectral(torch.diag(torch.tensor([9.0, 4.0, 4.0])), "sqrt", 1)
+    tensor([[3., 0., 0.],
+            [0., 0., 0.],
+            [0., 0., 0.]])
     """
     scalar = _scalar(function)
     _require(A, k)
