@@ -14,6 +14,7 @@ from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.modes import plain
 
+
 class Coordinates(NamedTuple):
     """`M = LLᵀ` as `L`, `(*, n, n)`, or, if `M` is diagonal, as its square roots `(*, n)`."""
 

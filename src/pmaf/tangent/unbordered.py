@@ -51,9 +51,7 @@ def unbordered_solve(
     return _UnborderedSolve.apply(system, v, first, second, gap, *kept)  # pyright: ignore
 
 
-def _solve(
-    system: BorderedSystem, v: Tensor, tensors: Tensors, gap: Tensor, kept: Basis
-) -> Tensor:
+def _solve(system: BorderedSystem, v: Tensor, tensors: Tensors, gap: Tensor, kept: Basis) -> Tensor:
     z = invert_in_basis(kept, gap, v)
     return z + invert_in_basis(kept, gap, v - _product(system, z, tensors))
 
@@ -105,7 +103,7 @@ class _UnborderedSolve(torch.autograd.Function):
                 system.pullback(omega, solve(z), tensors, shift)[0],
                 system.pullback(solve(w), nu, tensors, shift)[0],
             )
-        sums = [None if parts[0] is None else sum(parts) for parts in zip(*terms)]
+        sums = (None if x is None else x + y + z for x, y, z in zip(*terms))
         return None, w, *(*sums, None)[:2], None, None, None
 
 
