@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import pmaf
-from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
+from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix
 from pmaf_lab.experiments.measure import peak_bytes
 from tests.quadratic import SphereQuadratic
 
@@ -154,6 +154,15 @@ def least_squares_of_zero(mesh: DeviceMesh | None) -> list[Tensor]:
     return least_squares(mesh, 0.0)
 
 
+def least_squares_in_a_ball(mesh: DeviceMesh | None) -> list[Tensor]:
+    """A matrix that is spread, with weights; in the large ball the solution is inside."""
+    A, b, w = by_rows(randn(50, 8), mesh), randn(50, seed=1), randn(50, seed=2).square()
+    leaves = [A, b.requires_grad_(), w.requires_grad_()]
+    problems = [pmaf.SphereLeastSquares(A, b, rho, True, None, w) for rho in (0.1, 9.0)]
+    small, large = (pmaf.solve(problem) for problem in problems)
+    return gradients([small.value, small.multiplier, large.value], leaves)
+
+
 def declared(mesh: DeviceMesh | None) -> list[Tensor]:
     """A problem that the library does not know, with an operator that is spread."""
     X, c = by_rows(randn(53, 12), mesh), randn(12, seed=3).requires_grad_()
@@ -196,6 +205,7 @@ ROWS = (
     triplets,
     triplets_wide,
     declared,
+    least_squares_in_a_ball,
     gram,
     gram_three,
     gram_smallest,
@@ -287,6 +297,22 @@ def batch_of_triplets(mesh: DeviceMesh | None) -> list[Tensor]:
 BATCHES = (
     batch_of_null_spaces,
     batch_of_triplets,
+def batch_with_options(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Everything that has a batch is spread; the matrix of the ellipsoid is on every rank."""
+    A, b = by_rows(randn(5, 8, 3), mesh), by_rows(randn(5, 8, seed=1), mesh)
+    rho, w = by_rows(randn(5, seed=2).exp(), mesh), by_rows(randn(5, 8, seed=3).abs(), mesh)
+    X = randn(3, 3, seed=4)
+    M = (X @ X.mT + torch.eye(3, dtype=F64)).requires_grad_()
+    if mesh is not None:
+        M = distribute_tensor(M.detach(), mesh, [Replicate()]).requires_grad_()
+    d = by_rows(randn(5, 3, seed=5).exp(), mesh)
+    inside = pmaf.solve(pmaf.SphereLeastSquares(A, b, rho, True, M, w))
+    outside = pmaf.less(A, b, radius=rho, weights=w, M=Diagonal(d))
+    return whole_loss([inside.value, inside.multiplier, outside], [A, b, rho, M, w, d])
+
+
+BATCHES = (
+    batch_with_options,
     batch_of_declared,
     batch_of_matrices,
     batch_of_roots,

@@ -68,7 +68,7 @@ class WeightedGramSystem(GramSystem):
     def pullback(
         self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-        A, (b, weights) = tensors[0], split(tensors[1])
+        A, (_, weights) = tensors[0], split(tensors[1])
         w_row, z_row = w.squeeze(-2), z.squeeze(-2)
         w_image, z_image = matvec(A, w_row), matvec(A, z_row)
         images = times(weights, w_image), times(weights, z_image)

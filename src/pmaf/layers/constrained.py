@@ -18,7 +18,7 @@ from torch import Tensor
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.gradients.by_products import Incoming, ball_gradients
-from pmaf.gradients.constrained import ConstrainedConditions, scaled, split, stack, times
+from pmaf.gradients.constrained import ConstrainedConditions, scaled, split, times
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import power_of_two, times_power
@@ -31,7 +31,7 @@ from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
 from pmaf.solvers.ball import solve_ball, solve_inside
-from pmaf.solvers.base import LeastSquares, Outcome
+from pmaf.solvers.base import Outcome
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.unbordered import invert_in_basis

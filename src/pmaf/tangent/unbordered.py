@@ -103,7 +103,7 @@ class _UnborderedSolve(torch.autograd.Function):
                 system.pullback(omega, solve(z), tensors, shift)[0],
                 system.pullback(solve(w), nu, tensors, shift)[0],
             )
-        sums = [None if parts[0] is None else sum(parts) for parts in zip(*terms)]
+        sums = (None if x is None else x + y + z for x, y, z in zip(*terms))
         return None, w, *(*sums, None)[:2], None, None, None
 
 
