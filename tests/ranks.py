@@ -294,9 +294,6 @@ def batch_of_triplets(mesh: DeviceMesh | None) -> list[Tensor]:
     return whole_loss(list(pmaf.isvd(A, 2, reference=reference)), [A])
 
 
-BATCHES = (
-    batch_of_null_spaces,
-    batch_of_triplets,
 def batch_with_options(mesh: DeviceMesh | None) -> list[Tensor]:
     """Everything that has a batch is spread; the matrix of the ellipsoid is on every rank."""
     A, b = by_rows(randn(5, 8, 3), mesh), by_rows(randn(5, 8, seed=1), mesh)
@@ -312,6 +309,8 @@ def batch_with_options(mesh: DeviceMesh | None) -> list[Tensor]:
 
 
 BATCHES = (
+    batch_of_null_spaces,
+    batch_of_triplets,
     batch_with_options,
     batch_of_declared,
     batch_of_matrices,
