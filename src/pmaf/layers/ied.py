@@ -503,6 +503,10 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     shape = A.shape
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    if A.is_complex():
+        from pmaf.layers.hermitian import small
+
+        return small(A, k, largest)
     if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
     values, vectors, failed = native.largest_pairs(A, k, largest, columns=True)
