@@ -61,13 +61,17 @@ def require_vector(name: str, x: object, letter: str, *, or_complex: bool = Fals
         raise ValueError(f"{name} must have shape (*, {letter}); got a scalar")
 
 
-def require_alike(name: str, x: Typed, other_name: str, other: Typed) -> None:
-    """`x` and `other` have one dtype and one device."""
-    if x.dtype != other.dtype:
+def require_alike(name: str, x: Typed, other_name: str, other: Typed, real: bool = False) -> None:
+    """`x` and `other` have one device, and one dtype, or with `real` that of real parts."""
+    if real and other.dtype.is_complex and x.dtype == other.dtype.to_real():
+        pass
+    elif x.dtype != other.dtype or (real and x.dtype.is_complex):
         remedy = "convert one of them with .to()"
-        if x.dtype.is_complex != other.dtype.is_complex:
-            real, wanted = (other_name, x.dtype) if x.dtype.is_complex else (name, other.dtype)
-            remedy = f"make both complex: convert {real} with .to({wanted})"
+        if real and x.dtype.is_complex:
+            remedy = f"{name} has to be real: pass {name}.real"
+        elif x.dtype.is_complex != other.dtype.is_complex:
+            which, wanted = (other_name, x.dtype) if x.dtype.is_complex else (name, other.dtype)
+            remedy = f"make both complex: convert {which} with .to({wanted})"
         raise TypeError(f"{name} is {x.dtype} but {other_name} is {other.dtype}; {remedy}")
     if x.device != other.device:
         raise ValueError(

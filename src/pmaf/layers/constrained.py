@@ -185,12 +185,12 @@ def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
                 f"got {radius}"
             )
         return radius
-    errors.require_alike("radius", radius, "A", A)
+    errors.require_alike("radius", radius, "A", A, real=True)
     if plain(radius):
         bad = ~((radius > 0) & torch.isfinite(radius))
         if bad.any():
             raise ValueError(
-                f"radius must be positive and finite; got {float(radius[bad].reshape(-1)[0])}"
+                f"radius must be positive and finite; got {float(radius.detach()[bad].reshape(-1)[0])}"
                 + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
                 + "; use radius.exp() or softplus of a parameter to keep it positive"
             )
@@ -207,7 +207,7 @@ def require_options(problem: Any) -> None:
         batches["radius"] = problem.radius.shape
     if weights is not None:
         errors.require_vector("weights", weights, "m")
-        errors.require_alike("weights", weights, "A", A)
+        errors.require_alike("weights", weights, "A", A, real=True)
         m = A.shape[-2]
         if weights.shape[-1] != m:
             raise ValueError(
@@ -218,7 +218,7 @@ def require_options(problem: Any) -> None:
             errors.require_finite(weights=(weights, 1))
             if (weights < 0).any():
                 raise ValueError(
-                    f"weights must not be negative; the smallest is {float(weights.min())}"
+                    f"weights must not be negative; the smallest is {float(weights.detach().min())}"
                 )
         batches["weights"] = weights.shape[:-1]
     if M is not None:
@@ -236,7 +236,7 @@ def _require_metric(M: Any, A: Any) -> torch.Size:
             f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
         )
     if not isinstance(M, Diagonal):
-        errors.require_matrix("M", M, "n, n")
+        errors.require_matrix("M", M, "n, n", or_complex=True)
     errors.require_alike("M", M, "A", A)
     n = A.shape[-1]
     if M.shape[-2:] != (n, n):

@@ -32,6 +32,7 @@ from pmaf.linalg.embedding import (
 from pmaf.linalg.products import dot, norm
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.operators.base import Operator
+from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.embedded import Embedded, real_of
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
@@ -137,13 +138,8 @@ def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
     y, values = complex_rows(rows[..., first::2, :]), values[..., first::2]
     if problem.flipped:
         y, values = y.flip(-2), values.flip(-1)
-    reference = problem.reference
-    if reference is not None:
-        reference = whole(reference)
-        block = problem.dims_of(reference) == 2
-        reference = reference.mT if block else reference.unsqueeze(-2)
     # New tensors, not views of what the backward pass uses: a user may write into them.
-    vectors, values = in_phase(y, reference), values.clone() if problem.largest else -values
+    vectors, values = y * phases(problem, y), values.clone() if problem.largest else -values
     if problem.k is None:
         vectors, values = vectors.squeeze(-2), values.squeeze(-1)
     else:
@@ -151,28 +147,38 @@ def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
     return Solution(vectors, values, residual, gap, iterations, converged)
 
 
-def in_phase(y: Tensor, reference: Tensor | None) -> Tensor:
-    """Unit rows `(*, k, n)` with the phase that makes `rᴴy` positive, differentiably.
+def phases(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+    """The factors `(*, k, 1)` that give unit rows `(*, k, n)` their phases, differentiably.
 
-    Where that product is rounding, the same fixed direction as for real vectors takes the place of
-    the reference `(*, 1 or k, n)`, and if that product is, too, the component of largest modulus is
-    made positive.
+    They make `rᴴy` positive, or the component that `reference` names. Where that is rounding, the
+    same fixed direction as for real vectors takes the place of the reference, and if that product
+    is rounding, too, the component of largest modulus is made positive.
     """
+    reference, length = problem.reference, y.shape[-1] ** 0.5
+    modulus = y.detach().abs()
+    # Of components with one modulus, up to rounding, the first.
+    least = (1 - merge_tolerance(y.dtype)) * modulus.amax(-1, keepdim=True)
+    largest = (modulus >= least).to(modulus.dtype).argmax(-1, keepdim=True)
+    last = y.gather(-1, largest).squeeze(-1)
     # Sums, not products of matrices, which start threads for a few numbers.
     if reference is None:
-        first, length = y.sum(-1), y.shape[-1] ** 0.5
+        first = y.sum(-1)
+    elif isinstance(reference, str):
+        first = last
+    elif isinstance(reference, int):
+        first, length = y[..., reference], 1.0
     else:
-        reference = reference.to(y)
+        reference = whole(reference).to(y)
+        several = problem.dims_of(reference) == 2
+        reference = reference.mT if several else reference.unsqueeze(-2)
         first, length = (reference.conj() * y).sum(-1), norm(reference)
     tolerance = merge_tolerance(y.dtype)
     known = first.detach().abs() > tolerance * length
     if not (plain(y) and bool(known.all())):
-        largest = y.detach().abs().argmax(-1, keepdim=True)
-        last = y.gather(-1, largest).squeeze(-1)
         second = (sphere.references(y.real)[1] * y).sum(-1)
         second = torch.where(second.detach().abs() > tolerance * y.shape[-1] ** 0.5, second, last)
         first = torch.where(known, first, second)
-    return y * (first.conj() / first.abs()).unsqueeze(-1)
+    return (first.conj() / first.abs()).unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +190,12 @@ class HermitianEigenvector(PrincipalEigenvectors):
     """
 
     def differentiate(
-        self, A: Tensor, y: Tensor, v: Tensor | None, d_multiplier: Tensor | None
+        self,
+        A: Tensor,
+        y: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        columns: bool,
     ) -> Tensor | None:
         z = None if d_multiplier is None else y * d_multiplier.unsqueeze(-1)
         if v is not None:
@@ -236,12 +247,12 @@ def _paired(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _found(largest: bool) -> Any:
-    return HermitianEigenvector.read({"largest": largest, "symmetric": True})
+    return HermitianEigenvector.read({"largest": largest, "symmetric": True, "skip": 0})
 
 
 @functools.lru_cache(maxsize=2)
 def _pair(largest: bool) -> Any:
-    return PairedEigenvectors.read({"k": 2, "largest": largest, "symmetric": True})
+    return EmbeddedEigenvectors.read({"k": 2, "largest": largest, "symmetric": True, "skip": 0})
 
 
 def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
@@ -283,9 +294,29 @@ def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
     return posed.certify(paired_rows(columns.mT).mT)
 
 
+def reduced_pair(A: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`C = L⁻¹AL⁻ᴴ` and `L` for `M = LLᴴ`, of the Hermitian parts, and where there is no `L`."""
+    L, info = torch.linalg.cholesky_ex(0.5 * (M + M.mH))
+    left = torch.linalg.solve_triangular(L, 0.5 * (A + A.mH), upper=False)
+    return torch.linalg.solve_triangular(L, left.mH, upper=False), L, info != 0
+
+
+def turned(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+    """Vectors `(*, n, k)` of any lengths with the phases that the problem asks for."""
+    rows = y.mT
+    return (rows * phases(problem, rows / norm(rows).unsqueeze(-1))).mT
+
+
 def real_problem(problem: Any) -> Any:
     """Complex least squares as real ones."""
-    return problem.changed(A=embedded(problem.A), b=real_of(problem.b))
+    M, weights = problem.M, problem.weights
+    if isinstance(M, Tensor):
+        M = real_matrix(M.to(problem.dtype))
+    elif M is not None:
+        M = Diagonal(torch.cat([M.d.real, M.d.real], -1))
+    if weights is not None:
+        weights = torch.cat([weights, weights], -1)
+    return problem.changed(A=embedded(problem.A), b=real_of(problem.b), M=M, weights=weights)
 
 
 def reduced_least_squares(

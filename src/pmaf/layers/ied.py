@@ -173,7 +173,7 @@ class PrincipalEigenvectors(Problem):
             M = as_operator(M)
             object.__setattr__(self, "M", M)
         else:
-            errors.require_matrix("M", M, "n, n")
+            errors.require_matrix("M", M, "n, n", or_complex=True)
         if M.shape[-2:] != A.shape[-2:]:
             raise ValueError(
                 f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"
