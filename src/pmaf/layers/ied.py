@@ -460,16 +460,17 @@ def ied(
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.
-            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Or a
-            sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Of
+            complex64 or complex128 the Hermitian part is used (docs/complex.md). Or a sparse
+            tensor, a DTensor, or an operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it.
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix.
         descending: order of the eigenvalues if there are several.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
-        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given.
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen,
+            or its phase if it is complex; all ones unless given.
         init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.

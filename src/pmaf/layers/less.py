@@ -301,9 +301,9 @@ def less(
     Minimises `½‖Au − b‖²` over all `u` with `‖u‖ = radius`.
 
     Args:
-        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16
-            are computed in float32. Or a sparse tensor, a DTensor, or an operator of
-            `pmaf.operators`.
+        A: `(*, m, n)`, tall, square or wide, of float32 or float64, complex64 or complex128;
+            float16 and bfloat16 are computed in float32. Or a sparse tensor, a DTensor, or an
+            operator of `pmaf.operators`.
         b: `(*, m)`; the batch dimensions of `A` and `b` broadcast.
         radius: of the sphere.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
