@@ -542,8 +542,9 @@ def ied(
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.
-            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Or a
-            sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Of
+            complex64 or complex128 the Hermitian part is used (docs/complex.md). Or a sparse
+            tensor, a DTensor, or an operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it.
         M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`
             (docs/pairs.md): a tensor, a sparse tensor, or an operator, such as
@@ -555,9 +556,9 @@ def ied(
         descending: order of the eigenvalues if there are several.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
-        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given. Or an integer, for that component to be positive, or
-            `"largest"`, for the component of largest modulus to be.
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen,
+            or its phase if it is complex; all ones unless given. Or an integer, for that component
+            to be positive, or `"largest"`, for the component of largest modulus to be.
         init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.
