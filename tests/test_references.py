@@ -101,7 +101,7 @@ def test_traced(reference):
     [
         (6, ValueError, "n = 6"),
         (-7, ValueError, "n = 6"),
-        ("first", ValueError, '"largest"; got \'first\''),
+        ("first", ValueError, "\"largest\"; got 'first'"),
         (True, ValueError, "index of a component"),
         (1.5, TypeError, "reference must be a torch.Tensor"),
         (randn(5), ValueError, r"reference must have shape \(\*, 6\)"),

@@ -90,7 +90,11 @@ def outcome(
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
     if report:
-        gap = gap_of(problem.spectrum(), k, problem.skip) if problem.symmetric else problem.modulus_gap()
+        gap = (
+            gap_of(problem.spectrum(), k, problem.skip)
+            if problem.symmetric
+            else problem.modulus_gap()
+        )
     return Outcome(
         value=vectors.mT,
         multiplier=values,
