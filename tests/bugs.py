@@ -461,7 +461,7 @@ OPERATOR = [
     Bug(
         "a guard starts where the given vector is",
         "solvers/krylov.py",
-        "return torch.cat([given, rows[:, k:]], -2)",
+        "return torch.cat([given, rows[:, p:]], -2)",
         "return torch.cat([given, given[:, : rows.shape[1] - k]], -2)",
         OVERTAKEN,
     ),
@@ -792,6 +792,100 @@ LESS_RULES = [
     ),
 ]
 
+PAIRS = [
+    Bug(
+        "pairs: vectors of unit length",
+        "layers/pairs.py",
+        "return found._replace(value=found.value @ inverse, kept=kept)",
+        "return found._replace(value=sphere.project(found.value @ inverse), kept=kept)",
+        "test_pairs.py::test_values_and_vectors_are_those_of_scipy",
+    ),
+    Bug(
+        "pairs: M only shortens its own vector",
+        "layers/pairs.py",
+        "z = z if normal is None else z + 0.5 * normal @ y",
+        "z = z if normal is None else z + 0.5 * normal.diagonal(dim1=-2, dim2=-1)[..., None] * y",
+        "test_projector.py::test_density_matrices_of_pairs",
+    ),
+    Bug(
+        "pairs: the part of M that the eigenvalue multiplies is left out",
+        "layers/pairs.py",
+        "        z = state.shift.unsqueeze(-1) * z\n",
+        "        z = 0 * z\n",
+        "test_pairs.py::test_first_and_second_derivatives",
+    ),
+    Bug(
+        "pairs: units divide M, too",
+        "layers/pairs.py",
+        "return self.changed(A=self.matrix / unit[..., None, None])",
+        "return super().divided(unit)",
+        "test_pairs.py::test_entries_whose_squares_leave_the_range",
+    ),
+    Bug(
+        "pairs: a metric is not checked",
+        "layers/pairs.py",
+        "    if checked and bool(info.any()):",
+        "    if False:",
+        "test_pairs.py::test_errors",
+    ),
+    Bug(
+        "pairs: the root of an operator gets half of its gradient",
+        "operators/congruent.py",
+        "zip(both, (image, other))",
+        "zip(both, (image, 0 * other))",
+        "test_pairs.py::test_gradients_of_operators_are_those_of_their_entries",
+    ),
+    Bug(
+        "rounding inside the span is divided by a gap",
+        "gradients/eigenvectors.py",
+        "turn = torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)",
+        "",
+        "test_projector.py::test_nearly_repeated_eigenvalues",
+    ),
+    Bug(
+        "the symmetric part inside the span is divided by a gap",
+        "gradients/eigenvectors.py",
+        "    v = v - normal @ y\n",
+        "",
+        "test_projector.py::test_nearly_repeated_eigenvalues",
+    ),
+    Bug(
+        "operator: rounding inside the span is divided by a gap",
+        "gradients/by_products.py",
+        "            > noise_tolerance(v.dtype)",
+        "            > 0 * noise_tolerance(v.dtype)",
+        "test_projector.py::test_nearly_repeated_eigenvalues",
+    ),
+    Bug(
+        "of equal moduli rounding chooses",
+        "linalg/sphere.py",
+        "least = (1 - merge_tolerance(rows.dtype)) * modulus",
+        "least = modulus",
+        "test_references.py::test_of_equal_moduli_the_first_is_positive",
+    ),
+    Bug(
+        "a component of zero has the sign of the solver",
+        "linalg/sphere.py",
+        "chosen = torch.where(chosen.abs() <= tolerance, rows @ both[:, 1], chosen)",
+        "",
+        "test_references.py::test_a_fixed_direction_decides_where_the_reference_is_orthogonal",
+    ),
+    Bug(
+        "references of several vectors are not flipped with them",
+        "layers/ied.py",
+        "reference = reference.flip(-2) if flipped else reference",
+        "",
+        "test_references.py::test_what_is_asked_for_is_positive",
+    ),
+    Bug(
+        "gaps between skipped eigenvalues count",
+        "krylov/tasks.py",
+        ".narrow(-1, 0, min(k, j - 1) - max(0, self.skip - 1))",
+        "",
+        "test_pairs.py::test_gaps_between_skipped_eigenvalues_do_not_count",
+    ),
+]
+
 DEFLATED = [
     Bug(
         "deflated solve mapped over right-hand sides takes the wrong shifts",
@@ -1081,14 +1175,14 @@ SOLVERS = [
     Bug(
         "gap over all eigenvalues, not those asked for",
         "solvers/report.py",
-        "return steps[..., : min(k, n - 1)].amin(-1)",
+        "return steps[..., max(0, skip - 1) : min(k, n - 1)].amin(-1)",
         "return steps.amin(-1)",
         "test_ied_solution.py test_ied_adaptive.py::test_a_report_says_how_it_was_found",
     ),
     Bug(
         "gap between those asked for, without the next",
         "solvers/report.py",
-        "return steps[..., : min(k, n - 1)].amin(-1)",
+        "return steps[..., max(0, skip - 1) : min(k, n - 1)].amin(-1)",
         "return steps[..., : max(1, min(k, n - 1) - 1)].amin(-1)",
         "test_ied_solution.py test_ied_traps.py",
     ),
@@ -1316,6 +1410,7 @@ BUGS = [
     *OPERATOR,
     *LESS_OPERATOR,
     *LESS_RULES,
+    *PAIRS,
     *DEFLATED,
     *FORWARD,
     *LINALG,

@@ -134,7 +134,7 @@ def test_first_and_second_derivatives(diagonal, largest, k, skip, solver):
         metric = Diagonal(M) if diagonal else M
         return tuple(pmaf.ied(A, k, M=metric, largest=largest, skip=skip, solver=solver))
 
-    A, M = symmetric(5, 5), definite(5, 5)
+    A, M = symmetric(4, 4), definite(4, 4)
     inputs = A.requires_grad_(), (M.diagonal().clone() if diagonal else M).requires_grad_()
     assert gradcheck(layer, inputs)
     if solver is None or (solver == Dense() and k == 3 and largest):
@@ -355,6 +355,15 @@ def test_skipped_vectors_may_repeat():
     assert solution.gap > 0.01  # the three zeros are not requested
 
 
+@pytest.mark.parametrize("solver", [None, Dense(), Krylov()], ids=repr)
+def test_gaps_between_skipped_eigenvalues_do_not_count(solver):
+    A = torch.diag(torch.tensor([5.0, 5.0, 5.0, 4.0, 2.0, 1.5, 0.0], dtype=T))
+    for skip, k, gap in [(3, 1, 1.0), (3, 2, 0.5), (2, 1, 0.0), (4, 1, 0.5), (3, 4, 0.5)]:
+        problem = pmaf.PrincipalEigenvectors(A, k, skip=skip)
+        found = pmaf.solve(problem, solver=solver)
+        assert float(found.gap) == pytest.approx(gap, abs=1e-12)
+
+
 ERRORS = [
     (dict(M=-torch.eye(4, dtype=T)), ValueError, "M is not positive definite"),
     (dict(M=torch.zeros(4, 4, dtype=T)), ValueError, "M is not positive definite"),
@@ -400,3 +409,12 @@ def test_an_indefinite_metric_under_a_transform():
     A, M = symmetric(2, 4, 4), -torch.eye(4, dtype=T)
     with pytest.raises(ValueError, match="M is not positive definite"):
         torch.func.vmap(lambda A: pmaf.ied(A, M=M).values)(A)
+
+
+def test_second_derivatives_of_an_operator_are_refused():
+    A, M = symmetric(4, 4).requires_grad_(), definite(4, 4).requires_grad_()
+    metric = FromMatvec(lambda u, M: u @ M, M.shape, [M])
+    loss = pmaf.ied(A, M=metric).vectors[0]
+    (first,) = torch.autograd.grad(loss, M, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        first.sum().backward()

@@ -31,8 +31,13 @@ def resolvent(values, q, k, G):
     return 0.5 * (S + S.mT)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("solver", [None, Dense(), Lanczos(), "operator"], ids=repr)
+@pytest.mark.parametrize(
+    ("solver", "create_graph"),
+    # Operators have first derivatives only.
+    [(solver, graph) for solver in (None, Dense(), Lanczos()) for graph in (False, True)]
+    + [("operator", False)],
+    ids=repr,
+)
 @pytest.mark.parametrize(
     ("dtype", "gap"),
     [(T, 0.0), (T, 1e-14), (T, 1e-12), (T, 1e-9), (T, 1e-3)]
@@ -42,8 +47,6 @@ def resolvent(values, q, k, G):
 @pytest.mark.parametrize("seed", range(3))
 def test_nearly_repeated_eigenvalues(dtype, gap, solver, create_graph, seed):
     values, q, A = nearly_repeated(gap, seed=seed)
-    if solver == "operator" and create_graph:
-        pytest.skip("operators have first derivatives only")
     # Towards the projector itself, most of G lies inside the span, where nothing may come of it.
     for G in (randn(6, 6, seed=seed + 9), randn(6, 6, seed=seed) / 64 + q[:, :3] @ q[:, :3].mT):
         leaf = A.to(dtype).requires_grad_()
@@ -52,7 +55,10 @@ def test_nearly_repeated_eigenvalues(dtype, gap, solver, create_graph, seed):
         (found,) = torch.autograd.grad((P * G.to(dtype)).sum(), leaf, create_graph=create_graph)
         truth = resolvent(values, q, 3, G)
         # The group is 2 apart from the rest, so that rounding is magnified by less than ten.
-        tolerance = 100 * torch.finfo(dtype).eps * float(G.norm())
+        eps = torch.finfo(dtype).eps
+        tolerance = 100 * eps * float(G.norm())
+        if create_graph and gap > eps**0.5:
+            tolerance *= 1 + 1 / gap  # what keeps vectors unit vectors is divided by the gap
         found = found.detach().to(T)
         torch.testing.assert_close(0.5 * (found + found.mT), truth, rtol=0, atol=tolerance)
         P = P.detach()
@@ -61,7 +67,7 @@ def test_nearly_repeated_eigenvalues(dtype, gap, solver, create_graph, seed):
 
 @pytest.mark.parametrize("gap", [0.0, 1e-12, 1e-9, 1e-4])
 def test_density_matrices_of_pairs(gap):
-    """A congruence `A → LALᵀ`, `M = LLᵀ` turns the exact gradient of one matrix into that of a pair."""
+    """The exact gradient of one matrix `C` in other variables, `A = LCLᵀ`, `M = LLᵀ`."""
     values, q, C = nearly_repeated(gap)
     L = torch.tril(randn(6, 6, seed=3)) / 4 + torch.eye(6, dtype=T)
     W = torch.linalg.inv(L)

@@ -52,7 +52,7 @@ class _ShiftedSystem:
             return z if k == 1 else z + self._within(v, y, tensors, state)
         rise = state.shift.unsqueeze(-1) - kept.values.unsqueeze(-2)
         size = rise if k == 1 else rise.abs()  # no eigenvalue is above the largest
-        equal = size <= merge_tolerance(v.dtype) * self._scale(tensors, state)
+        equal = size <= merge_tolerance(v.dtype) * self.scale(tensors, state)
         product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
         along = product(v, kept.rows.mT)
         if k > 1:
@@ -85,9 +85,9 @@ class _ShiftedSystem:
 
     def _apart(self, tensors: Tensors, state: State) -> tuple[Tensor, Tensor]:
         """Differences `λⱼ − λᵢ` of the requested eigenvalues, and which of them are not zero."""
-        return differences(state.shift, self._scale(tensors, state))
+        return differences(state.shift, self.scale(tensors, state))
 
-    def _scale(self, tensors: Tensors, state: State) -> Tensor:
+    def scale(self, tensors: Tensors, state: State) -> Tensor:
         """The spectral norm `‖A‖`, `(*, 1, 1)`, which rounding of eigenvalues is relative to."""
         kept = state.kept
         if not isinstance(kept, Decomposition):
@@ -110,25 +110,43 @@ def unknown(inside: Tensor, v: Tensor) -> Tensor:
     return inside.abs() <= noise_tolerance(v.dtype) * norm(v).unsqueeze(-1)
 
 
-def without_normal_part(v: Tensor, y: Tensor) -> Tensor:
-    """Incoming gradients, less the symmetric part of `N = VYᵀ`, and less rounding of `N`.
+def normal_part(inside: Tensor, A: Tensor, values: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """The symmetric part of `N = VYᵀ`, and which pairs of vectors it is for, `(*, k, k)`.
 
-    Vectors stay orthonormal, so that gradients do not depend on the symmetric part of `N`. Its
-    quotients by the differences of eigenvalues cancel, and would leave their rounding errors.
+    Vectors stay orthonormal, so that gradients do not depend on this part. Its quotients by the
+    differences of eigenvalues cancel, and would leave their rounding errors, so it is taken out.
+
+    If the result is to be differentiated, it is zero for pairs of vectors whose eigenvalues are
+    more than `√eps` apart: for these it couples the gradients of two vectors, of which the second
+    may have no derivative where the first has. Closer vectors have second derivatives without a
+    correct digit, and only functions of their span matter.
+    """
+    normal = 0.5 * (inside + inside.mT)
+    if not torch.is_grad_enabled():
+        return normal, torch.ones_like(normal, dtype=torch.bool)
+    scale = _ShiftedSystem().scale((A.detach(),), state)
+    difference, _ = differences(values.detach(), scale)
+    near = difference.abs() <= torch.finfo(A.dtype).eps ** 0.5 * scale
+    return torch.where(near, normal, 0), near
+
+
+def without(v: Tensor, y: Tensor, normal: Tensor, near: Tensor) -> Tensor:
+    """`v` without its normal part, and without rounding of `N = VYᵀ` for near pairs.
+
     Rounding of `N` is relative to the lengths of `v`, and is removed as a constant, so that the
     derivatives are those of a projection.
     """
-    inside = v @ y.mT
-    normal = 0.5 * (inside + inside.mT)
-    turn = 0.5 * (inside - inside.mT).detach()
-    length = norm(v.detach())
+    still, row = v.detach(), y.detach()
+    inside = still @ row.mT
+    turn = 0.5 * (inside - inside.mT)
+    length = norm(still)
     length = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2))
     turn = torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)
     v = v - normal @ y
-    # Where little is left of v, what the first projection leaves inside the span is rounding, too.
+    # Where little is left of v, what the projection leaves inside the span is rounding, too.
     for _ in range(2):
-        rest = v.detach()
-        v = v - (rest @ y.detach().mT - turn) @ y.detach()
+        rest = torch.where(near, v.detach() @ row.mT - turn, 0)
+        v = v - rest @ row
     return v
 
 
@@ -165,7 +183,7 @@ class EigenConditions(NamedTuple):
             return torch.zeros_like(y) if along is None else along
         shift = self.values.unsqueeze(-1)
         if k > 1:
-            v = without_normal_part(v, y)
+            v = without(v, y, *normal_part(v @ y.mT, self.A, self.values, self.state))
             shift = torch.diag_embed(self.values)
             if torch.is_grad_enabled():  # the coupling is zero, its derivative is not
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)

@@ -189,8 +189,9 @@ def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
     if plain(radius):
         bad = ~((radius > 0) & torch.isfinite(radius))
         if bad.any():
+            first = float(radius.detach()[bad].reshape(-1)[0])
             raise ValueError(
-                f"radius must be positive and finite; got {float(radius.detach()[bad].reshape(-1)[0])}"
+                f"radius must be positive and finite; got {first}"
                 + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
                 + "; use radius.exp() or softplus of a parameter to keep it positive"
             )

@@ -416,8 +416,8 @@ def less(
 
     Args:
         A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16
-            are computed in float32. Of complex64 or complex128 `u` is complex. Or a sparse tensor, a DTensor, or an operator of
-            `pmaf.operators`.
+            are computed in float32, and for complex64 and complex128 `u` is complex. Or a sparse
+            tensor, a DTensor, or an operator of `pmaf.operators`.
         b: `(*, m)`; the batch dimensions of all tensors broadcast.
         radius: of the sphere, a number, or a tensor `(*,)`, which gets a gradient.
         ball: whether the solution may be inside of the sphere. Where the least-norm solution

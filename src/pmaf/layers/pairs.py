@@ -1,14 +1,14 @@
 """Pairs of matrices: `Ay = λMy` with `yᵀMy = 1`, for a symmetric positive definite `M`.
 
-A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`. For a
-dense pair `T` is Cholesky's factor, and the derivative does not go through it: with `z` from
+A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`.
+For a dense pair `T` is Cholesky's factor, and the derivative does not go through it: with `z` from
 `(λM − A)z = v − My(yᵀv)`, `yᵀMz = 0`,
 
     ∂L/∂A = ½(zyᵀ + yzᵀ) + ∂L/∂λ yyᵀ,   ∂L/∂M = −λ ∂L/∂A − ½(yᵀv) yyᵀ.
 
-For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has a part
-inside the span for the antisymmetric part alone, so that functions of the span need no division by the
-differences of the eigenvalues.
+For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has
+a part inside the span for the antisymmetric part alone, so that functions of the span need no
+division by the differences of the eigenvalues.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
+from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.gradients.eigenvectors import EigenConditions, symmetric_newton, symmetric_product
+from pmaf.gradients.eigenvectors import (
+    EigenConditions,
+    normal_part,
+    symmetric_newton,
+    symmetric_product,
+    without,
+)
 from pmaf.layers.hermitian import reduced_pair, turned
 from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.products import symmetric_part
 from pmaf.operators.base import Operator
-from pmaf.operators.congruent import Congruent, entries, solve_root
+from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
 from pmaf.problem import in_dtype
@@ -65,7 +72,7 @@ class PairedEigenvectors(PrincipalEigenvectors):
 
     def divided(self, unit: Tensor) -> Any:
         # Eigenvalues are proportional to A; in M they are of degree −1.
-        return self.changed(A=self.A / unit[..., None, None])
+        return self.changed(A=self.matrix / unit[..., None, None])
 
     def first_gradients(
         self,
@@ -105,9 +112,9 @@ class PairedEigenvectors(PrincipalEigenvectors):
             else:
                 inverse, C = congruence(A, M)
             x = y @ symmetric_part(M) @ inverse.mT
-            inside = v @ y.mT
-            normal = 0.5 * (inside + inside.mT)
-            across = v @ inverse.mT - normal @ x
+            # Products in the given variables have no rounding errors of the factor.
+            normal, near = normal_part(v @ y.mT, C, state.shift, state)
+            across = without(v @ inverse.mT, x, normal, near)
             conditions = EigenConditions(C, x, state.shift, None, True, state)
             z = conditions.tangent_solve(across) @ inverse
             z = z if along is None else z + along
@@ -339,7 +346,7 @@ def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
         return certify_eigenvectors_by_products(inner, X)
     dense = torch.diag_embed(M.d) if isinstance(M, Diagonal) else M
     change = _Change(dense.detach().double())
-    inverse, C = congruence(A.detach().double(), dense.detach().double())
+    _, C = congruence(A.detach().double(), dense.detach().double())
     X = change.forth(Y.double())
     return certify_eigenvectors(_alone(problem, C), X.squeeze(-1) if problem.k is None else X)
 

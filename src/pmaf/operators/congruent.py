@@ -1,4 +1,4 @@
-"""An operator in other variables, and the entries of an operator."""
+"""An operator in other variables."""
 
 from __future__ import annotations
 
@@ -93,26 +93,3 @@ def solve_root(T: Tensor, rows: Tensor, dims: int, transposed: bool = False) -> 
     return torch.linalg.solve_triangular(
         T if transposed else T.mT, rows, upper=not transposed, left=False
     )
-
-
-def entries(A: Operator) -> Tensor:
-    """The entries of an operator, `(*, m, n)`, by n products, with gradients to its tensors."""
-    return _Entries.apply(A.with_tensors([x.detach() for x in A.tensors]), *A.tensors)  # pyright: ignore
-
-
-class _Entries(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, A: Operator, *tensors: Tensor) -> Tensor:
-        ctx.A = A
-        return A.matvec(_units(A)).mT.contiguous()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        left = grads[0].mT.contiguous()
-        return None, *ctx.A.pullback(left, _units(ctx.A), ctx.needs_input_grad[1:])
-
-
-def _units(A: Operator) -> Tensor:
-    n = A.shape[-1]
-    return torch.eye(n, dtype=A.dtype, device=A.device).expand(*A.batch_shape, n, n)
