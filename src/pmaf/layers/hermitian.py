@@ -313,9 +313,9 @@ def real_problem(problem: Any) -> Any:
     if isinstance(M, Tensor):
         M = real_matrix(M.to(problem.dtype))
     elif M is not None:
-        M = Diagonal(torch.cat([M.d.real, M.d.real], -1))
+        M = Diagonal(M.d.real.repeat_interleave(2, -1))
     if weights is not None:
-        weights = torch.cat([weights, weights], -1)
+        weights = weights.repeat_interleave(2, -1)
     return problem.changed(A=embedded(problem.A), b=real_of(problem.b), M=M, weights=weights)
 
 

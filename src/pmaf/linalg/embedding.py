@@ -14,10 +14,10 @@ from torch import Tensor
 
 def real_matrix(A: Tensor) -> Tensor:
     """Complex `(*, m, n)` to real `(*, 2m, 2n)`."""
-    # The rows of a block are the real and imaginary parts of a − ib and of i(a − ib) = b + ia.
-    # Not conj(), with which gradients would be views that optimisers cannot take as real numbers.
-    conjugate = A.conj_physical()
-    rows = torch.view_as_real(torch.stack([conjugate, 1j * conjugate], -2))
+    # Not by conj(), with which gradients would be views that optimisers cannot take as real
+    # numbers, and which vmap takes entry by entry.
+    a, b = A.real, A.imag
+    rows = torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -3)
     return rows.reshape(*A.shape[:-2], 2 * A.shape[-2], 2 * A.shape[-1])
 
 
