@@ -1,9 +1,10 @@
 """Options of least squares: a ball, an ellipsoid, weights, a radius that gets a gradient.
 
 An ellipsoid `uᵀMu = ρ²` is a sphere in other coordinates: with `M = LLᵀ`, `u = ρL⁻ᵀw` for a unit
-vector `w`, which solves the problem of `AL⁻ᵀ` and `b/ρ`. This change of coordinates is
-differentiable. Weights and the ball belong to a problem of their own, `WeightedLeastSquares`,
-because a square root of the weights must not be differentiated.
+vector `w`, which solves the problem of `AL⁻ᵀ` and `b/ρ`. Solvers work in these coordinates, and the
+coordinates are fixed: `L` is not differentiated, because a factor of an ill-conditioned `M` has a
+derivative in which large numbers cancel. In fixed coordinates the constraint is `wᵀM′w = ρ′²` with
+`M′ = L⁻¹ML⁻ᵀ` and `ρ′`, whose values are the identity and one, and which are differentiated.
 """
 
 from __future__ import annotations
@@ -16,85 +17,114 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.autograd.forward_mode import STEPS
+from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, ball_gradients
-from pmaf.gradients.constrained import ConstrainedConditions, scaled, split, times
+from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import power_of_two, times_power
-from pmaf.operators import Diagonal, Operator, multiply
-from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors
+from pmaf.operators import Diagonal, Operator
+from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors, in_dtype
 from pmaf.operators.rows import rows_of
 from pmaf.problem import Problem
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
-from pmaf.solvers.auto import SECULAR, best_least_squares
-from pmaf.solvers.ball import solve_ball, solve_inside
+from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Outcome
+from pmaf.solvers.exact import solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.unbordered import invert_in_basis
+from pmaf.tangent.kkt import Point, invert
 
 
 @dataclass(frozen=True, eq=False)
-class WeightedLeastSquares(Problem):
-    """`min ½Σᵢ wᵢ(aᵢu − bᵢ)²` on the unit sphere or in the unit ball, as solvers take it.
+class ConstrainedLeastSquares(Problem):
+    """`min ½Σᵢ wᵢ(aᵢu − bᵢ)²` with `√(uᵀMu) = ρ`, or at most `ρ`, as solvers take it.
+
+    The value of `M` is the identity and that of `ρ` is one, so that solvers work on the unit sphere
+    or in the unit ball. They are here for their derivatives.
 
     Args:
-        A: `(*, m, n)`, a tensor or an operator.
-        sides: `(*, 1, m)`, which is `b`, or `(*, 2, m)`, which is `b` and the weights: a solve has
-            two tensors.
-        ball: whether `‖u‖ ≤ 1` is the constraint, not `‖u‖ = 1`.
+        A: `(*, m, n)`, or an operator; below it, `M` or its diagonal. See `Layout`.
+        sides: `(*, p, m)`, which has rows of `b`, of weights and of the radius. A solve has two
+            tensors.
+        ball: whether the constraint is an inequality.
+        weighted: whether there are weights.
+        resized: whether there is a radius.
         single: whether the numbers had the digits of float32 before they were converted to float64.
     """
 
     A: Tensor | Operator
     sides: Tensor
     ball: bool = False
+    weighted: bool = False
+    resized: bool = False
     single: bool = False
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "sides": 2}
 
     @property
+    def layout(self) -> Layout:
+        return Layout(self.weighted, self.resized)
+
+    @property
+    def parts(self) -> Parts:
+        return self.layout.split(*self.tensors)
+
+    @property
     def rank(self) -> int:
-        return min(self.A.shape[-2:])
+        return min(self.sides.shape[-1], self.A.shape[-1])
 
     @property
     def basis_batch(self) -> torch.Size:
         # Without weights all problems with one matrix share its eigenvectors.
-        return self.A.shape[:-2] if self.sides.shape[-2] == 1 else self.batch_shape
+        return self.batch_shape if self.weighted else self.A.shape[:-2]
 
     def force(self, u: Tensor, *inputs: Any) -> Tensor:
         A, sides = inputs
-        b, weights = split(sides)
-        pull = times(weights, b - multiply(A, u))
-        return A.transposed(pull) if isinstance(A, Operator) else rmatvec(A, pull)
+        if isinstance(A, Operator):
+            b, weights = self._sides(sides)
+            return A.transposed(times(weights, b - A(u)))
+        A, _, b, weights, _ = self.layout.split(A, sides)
+        return rmatvec(A, times(weights, b - matvec(A, u)))
 
     def curvature(self, rows: Tensor) -> Tensor:
-        A, (_, weights) = self.A, split(self.sides)
-        images = _product(A.matvec, A, rows) if isinstance(A, Operator) else rows @ A.mT
-        if weights is not None:
-            images = images * weights.unsqueeze(-2)
-        return _product(A.rmatvec, A, images) if isinstance(A, Operator) else images @ A
+        if isinstance(self.A, Operator):
+            A, weights = self.A, self._sides(self.sides)[1]
+            images = _product(A.matvec, A, rows)
+            images = images if weights is None else images * weights.unsqueeze(-2)
+            return _product(A.rmatvec, A, images)
+        A, weights = self.parts.A, self.parts.weights
+        images = rows @ A.mT
+        return (images if weights is None else images * weights.unsqueeze(-2)) @ A
+
+    def _sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
+        return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
 
     def rows(self, A: Any, b: Tensor) -> Any:
         """Least squares of `A` and `b` on the unit sphere, for solvers."""
         raise NotImplementedError
 
     def best_solver(self) -> Solver:
-        return SECULAR if self.ball and self.operator is None else best_least_squares(self)
+        return best_minimum(self)
+
+    def forward_solver(self, solver: Solver) -> Solver:
+        return SECULAR
 
     def multiplier_at(self, u: Tensor) -> Tensor:
-        found = super().multiplier_at(u)
+        found, radius = super().multiplier_at(u), self.parts.radius
+        found = found if radius is None else found / radius.square()
         return torch.where(sphere.reaches(u), found, 0) if self.ball else found
 
     def _run(
         self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
     ) -> Outcome:
-        if isinstance(gradient, Unroll) or (self.ball and not isinstance(gradient, Implicit)):
+        if not isinstance(gradient, Implicit):
             raise TypeError(
-                f"gradient={gradient!r} is not for ball=True or weights; use gradient=Implicit()"
+                f"gradient={gradient!r} is for spheres without a tensor for radius, ball=True, M "
+                "or weights; use gradient=Implicit()"
             )
         if self.ball and not isinstance(solver.resolve(self), Secular):
             raise TypeError(
@@ -103,15 +133,15 @@ class WeightedLeastSquares(Problem):
         return super()._run(solver, gradient, init, report, throw)
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        A, b = scaled(self.matrix, self.sides)
-        if not self.ball:
+        A, _, b, weights, _ = self.parts
+        A, b = scaled(A, b, weights)
+        if not isinstance(solver, Secular):
             return solver.solve(self.rows(A, b), init=init, report=report)
-        assert isinstance(solver, Secular)
         b = b.expand(*self.batch_shape, -1)
-        return solve_ball(A, b, self.single, solver.max_iterations)
+        return solve_exactly(A, b, init, self.ball, self.single, solver)
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
-        A, (b, weights) = self.A, split(self.sides)
+        A, (b, weights) = self.A, self._sides(self.sides)
         if weights is not None:
             assert isinstance(A, Operator)
             root = weights.sqrt()
@@ -124,41 +154,59 @@ class WeightedLeastSquares(Problem):
             return super().gradients_by_products(given)
         return ball_gradients(self, given, sphere.reaches(given.y))
 
-    def conditions(
-        self, tensors: tuple[Tensor, ...], y: Tensor, state: State
-    ) -> ConstrainedConditions:
-        return ConstrainedConditions(self, tensors, y, state, self.ball, matvec(tensors[0], y))
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        first, second = tensors
+        return constrained_gradients(
+            self.layout, self.ball, (first, second), y, state, v, d_multiplier
+        )
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        if not self.ball:
-            return super().newton(fixed, found, solve)
-        kept, gap, y = found.basis, found.gap, found.value
-        correct = TangentSolver(*kept, gap, y)
-        singular = ((gap == 0) & (found.multiplier <= 0)).unsqueeze(-1)
-        active = sphere.reaches(y).unsqueeze(-1) & ~singular
-
-        def invert(v: Tensor) -> Tensor:
-            return invert_in_basis(kept, gap, v.unsqueeze(-2)).squeeze(-2)
-
-        def curved(x: Tensor) -> Tensor:
-            return self.curvature(x.unsqueeze(-2)).squeeze(-2)
+        y, layout = found.value, self.layout
+        assert isinstance(self.A, Tensor)
+        tensors = self.A, self.sides
+        acts = acting(y, found.multiplier, found.gap, self.ball)
+        point = Point(found.multiplier, found.gap, *found.basis, acts)
+        correct = TangentSolver(*found.basis, found.gap, y)
+        mask, singular = acts.unsqueeze(-1), point.singular.unsqueeze(-1)
+        radius = self.parts.radius
 
         def least_norm(u: Tensor) -> Tensor:
             """A point of the range of the curvature, where minimisers of least norm are."""
-            x = invert(u)
-            for _ in range(4):  # as many as there are Newton steps, for as many derivatives
-                x = x + invert(u - curved(x))
-            return curved(x)
+
+            def image(x: Tensor) -> Tensor:
+                return layout.unmetric(layout.product(x, tensors), tensors)
+
+            x = invert(point, u)
+            for _ in range(STEPS):
+                x = x + invert(point, u - image(x))
+            return image(x)
 
         def step(u: Tensor) -> Tensor:
-            force = self.force(u, *self.tensors)
-            inside = u + invert(force)
+            force = self.force(u, *tensors)
+            # A division by a length of zero has no derivative.
+            safe = torch.where(mask, u, torch.ones_like(u))
+            image = layout.metric(safe, tensors)
+            normal = dot(safe, force) / dot(safe, image)
+            outside = safe + correct(sphere.tangent(y, force - normal.unsqueeze(-1) * image))
+            length = dot(outside, layout.metric(outside, tensors)).sqrt()
+            length = length if radius is None else length / radius
+            outside = outside / length.unsqueeze(-1)
+            if not self.ball:
+                return outside
+            inside = u + invert(point, force)
             inside = torch.where(singular, least_norm(inside), inside)
-            safe = torch.where(active, u, y + ~active)  # a division by zero has no derivative
-            outside = sphere.project(safe + correct(sphere.tangent(safe, force)))
-            return torch.where(active, outside, inside)
+            return torch.where(mask, outside, inside)
 
         return step
 
@@ -259,9 +307,7 @@ def column(radius: float | Tensor) -> float | Tensor:
 class Posed(NamedTuple):
     """A problem in the coordinates in which its constraint is the unit sphere or ball."""
 
-    A: Any
-    b: Tensor
-    weights: Tensor | None
+    parts: Parts  # with `M` and the radius in these coordinates; `A` may be an operator
     exponents: Tensor | None  # of powers of two that multiplier and gap are multiplied by
     coordinates: Coordinates | None
     radius: float | Tensor
@@ -278,7 +324,7 @@ class Posed(NamedTuple):
 
     def of_vector(self, u: Tensor) -> Tensor:
         """The vector of the unit sphere or ball that `back` takes to `u`."""
-        u = u.to(self.b.dtype)
+        u = u.to(self.parts.b.dtype)
         u = u if self.coordinates is None else self.coordinates.of_vector(u)
         return u / column(self.radius)
 
@@ -290,31 +336,41 @@ def working_dtype(A: Any) -> torch.dtype:
     return torch.float64
 
 
-def posed(
-    problem: Any, in_range: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None
-) -> Posed:
+def posed(problem: Any, in_range: Callable[..., tuple[Tensor, Tensor, Tensor | None]]) -> Posed:
     """Change coordinates and units; differentiable."""
-    A, b, weights, radius = problem.A, problem.b, problem.weights, problem.radius
+    A, b, M, weights, radius = (
+        problem.A,
+        problem.b,
+        problem.M,
+        problem.weights,
+        problem.radius,
+    )
     dtype = working_dtype(A)
     b, weights = b.to(dtype), None if weights is None else weights.to(dtype)
     radius = radius.to(dtype) if isinstance(radius, Tensor) else radius
-    coordinates = None if problem.M is None else Coordinates.of(problem.M, dtype)
-    exponents: Tensor | None = None
+    M = None if M is None else in_dtype(M, dtype)
+    exponents = size = coordinates = within = None
     if isinstance(A, Operator):
         A = A.with_tensors([x.to(dtype) for x in A.tensors])
-        if coordinates is not None:
+        if M is not None:
+            coordinates = Coordinates.of(M)
             A = InCoordinates(A, coordinates)
         b = b / column(radius)
     else:
         A = A.to(dtype)
-        A = A if coordinates is None else coordinates.of_matrix(A)
-        assert in_range is not None
+        if M is not None:
+            coordinates = Coordinates.of(M, fixed=True)
+            within = coordinates.of_metric(M)
+            A = coordinates.of_matrix(A)
+        if isinstance(radius, Tensor):
+            fixed = radius.detach()
+            size, radius = 1 + (radius - fixed) / fixed, fixed
         A, b, exponents = in_range(A, b, radius)
     if weights is not None:
         power = power_of_two(weights.detach().amax(-1)).log2()
         weights = times_power(weights, -power.unsqueeze(-1))
         exponents = power if exponents is None else exponents + power
-    return Posed(A, b, weights, exponents, coordinates, radius, problem.dtype)
+    return Posed(Parts(A, within, b, weights, size), exponents, coordinates, radius, problem.dtype)
 
 
 def certify_ball(rows: Any, w: Tensor) -> Certificate:

@@ -14,11 +14,11 @@ from pmaf import errors, native
 from pmaf.certificate import certify_minimum
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
-from pmaf.gradients.constrained import scaled, stack, times
+from pmaf.gradients.constrained import Layout, scaled, times
 from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.layers.constrained import (
+    ConstrainedLeastSquares,
     Posed,
-    WeightedLeastSquares,
     certify_ball,
     certify_ball_by_products,
     column,
@@ -86,13 +86,14 @@ class SphereLeastSquares(Problem):
                 + ("; drop its last dimension with b.squeeze(-1)" if column else "")
             )
         errors.require_broadcast("A", A.shape[:-2], "b", b.shape[:-1])
-        if self.has_options or isinstance(self.radius, Tensor):
+        if self.has_options:
             require_options(self)
 
     @property
     def has_options(self) -> bool:
-        """Whether the constraint or the objective is not that of a sphere."""
-        return self.ball or self.M is not None or self.weights is not None
+        """Whether there is more than a sphere of a fixed radius."""
+        tensors = self.M is not None or self.weights is not None or isinstance(self.radius, Tensor)
+        return tensors or bool(self.ball)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -133,7 +134,8 @@ class SphereLeastSquares(Problem):
 
     def curvature(self, rows: Tensor) -> Tensor:
         if self.weights is not None:
-            return _Weighted(self.A, stack(self.b, self.weights)).curvature(rows)
+            sides = torch.stack(torch.broadcast_tensors(self.b, self.weights), -2)
+            return _Constrained(self.A, sides, weighted=True).curvature(rows)
         if isinstance(self.A, Operator):
             return self.A.rmatvec(self.A.matvec(rows))
         return rows @ self.A.mT @ self.A
@@ -147,7 +149,7 @@ class SphereLeastSquares(Problem):
 
     def unconstrained(self) -> Tensor:
         """The solution without the constraint, `A⁺b`, `(*, n)`."""
-        A, b = scaled(self.matrix, stack(self.b, self.weights))
+        A, b = scaled(self.matrix, self.b, self.weights)
         A = A.expand(*self.batch_shape, *self.A.shape[-2:])
         b = b.expand(*self.batch_shape, -1)
         return torch.linalg.lstsq(A, b.unsqueeze(-1)).solution.squeeze(-1)
@@ -192,7 +194,7 @@ class SphereLeastSquares(Problem):
         if self.operator is not None:
             unit = self._unit(found)
             return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
-        A, b = scaled(found.A, stack(found.b, found.weights))
+        A, b = scaled(found.parts.A, found.parts.b, found.parts.weights)
         rows = SphereLeastSquares(A, b)
         return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
 
@@ -274,17 +276,15 @@ class SphereLeastSquares(Problem):
             return self._reduced(init)
         problem, init, _ = super().reduced(init, solver)
         A, b, exponents, radius = problem.A, problem.b, None, self.radius
-        if isinstance(radius, Tensor):
-            radius = radius.to(problem.dtype)
-        any_radius = isinstance(radius, Tensor) or radius != 1
+        assert not isinstance(radius, Tensor)
         # On the sphere of radius ρ, u = ρw with w the solution for (A, b/ρ) on the unit sphere;
         # multiplier and gap are the same. So solvers work on the unit sphere only.
         if isinstance(A, Operator):
             b = b.expand(*self.batch_shape, -1)
-            b = b / column(radius) if any_radius else b
+            b = b if radius == 1 else b / radius
         else:
             # The kernels compute in double precision, in which no square of a float overflows.
-            if any_radius or not solver.resolve(self).takes_any_scale(problem):
+            if radius != 1 or not solver.resolve(self).takes_any_scale(problem):
                 A, b, exponents = in_range(A, b, radius)
         unit = self.changed(A=A, b=b, radius=1.0)
 
@@ -296,8 +296,8 @@ class SphereLeastSquares(Problem):
                 )
             found = as_solution(outcome)
             # A user may write into this tensor, but not into that kept for the backward pass.
-            if any_radius or isinstance(A, Operator):
-                found = replace(found, value=column(radius) * found.value)
+            if radius != 1 or isinstance(A, Operator):
+                found = replace(found, value=radius * found.value)
             return in_dtype(self.dtype, found)
 
         return unit, init, finish
@@ -320,11 +320,17 @@ class SphereLeastSquares(Problem):
 
     def _unit(self, found: Posed) -> Any:
         """The problem that solvers take, on the unit sphere or in the unit ball."""
-        if found.weights is None and not self.ball:
-            return SphereLeastSquares(found.A, found.b)
+        A, _, b, weights, radius = found.parts
+        layout = Layout(weights is not None, radius is not None)
+        if self.operator is None:
+            A, sides = layout.stack(found.parts)
+        elif self.ball or weights is not None:
+            b = b.expand(*self.batch_shape, -1)
+            sides = layout.stack(found.parts._replace(b=b))[1]
+        else:
+            return SphereLeastSquares(A, b.expand(*self.batch_shape, -1))
         single = self.dtype != torch.float64
-        b = found.b.expand(*self.batch_shape, -1) if self.operator is not None else found.b
-        return _Weighted(found.A, stack(b, found.weights), self.ball, single)
+        return _Constrained(A, sides, self.ball, layout.weighted, layout.resized, single)
 
     def _empty(self) -> Solution:
         found = super()._empty()
@@ -333,8 +339,8 @@ class SphereLeastSquares(Problem):
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted(WeightedLeastSquares):
-    """`WeightedLeastSquares` with the problem that it hands to solvers."""
+class _Constrained(ConstrainedLeastSquares):
+    """`ConstrainedLeastSquares` with the problem that it hands to solvers."""
 
     def rows(self, A: Any, b: Tensor) -> SphereLeastSquares:
         return SphereLeastSquares(A, b)

@@ -22,20 +22,32 @@ class Coordinates(NamedTuple):
     roots: Tensor | None
 
     @classmethod
-    def of(cls, M: Tensor | Diagonal, dtype: torch.dtype) -> Coordinates:
-        """Factor `M`, which must be positive definite."""
+    def of(cls, M: Tensor | Diagonal, fixed: bool = False) -> Coordinates:
+        """Factor `M`, which must be positive definite; `fixed` coordinates get no gradient."""
         if isinstance(M, Diagonal):
-            d = M.d.to(dtype)
+            d = M.d.detach() if fixed else M.d
             if plain(d):
                 _require_definite(~((d > 0) & torch.isfinite(d)).all(-1))
             return cls(None, d.sqrt())
-        whole = symmetric_part(M.to(dtype))
+        whole = symmetric_part(M.detach() if fixed else M)
         if not plain(whole):
             return cls(torch.linalg.cholesky(whole), None)
         errors.require_finite(M=(whole, 2))
         lower, info = torch.linalg.cholesky_ex(whole)
         _require_definite(info > 0)
         return cls(lower, None)
+
+    def of_metric(self, M: Tensor | Diagonal) -> Tensor:
+        """`L⁻¹ML⁻ᵀ` for the `M` that has been factored: the identity, with the derivative of `M`.
+
+        It is `(*, n, n)`, or the diagonal, `(*, 1, n)`.
+        """
+        if isinstance(M, Diagonal):
+            fixed = M.d.detach()
+            return (1 + (M.d - fixed) / fixed).unsqueeze(-2)
+        whole = symmetric_part(M - M.detach())
+        eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        return eye + self.of_matrix(self.of_matrix(whole).mT)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -77,6 +89,10 @@ def _require_definite(failed: Tensor) -> None:
             f"M is not positive definite{where}, so that uᵀMu = radius² is no ellipsoid; "
             "add a multiple of the identity to it"
         )
+
+
+def in_dtype(M: Tensor | Diagonal, dtype: torch.dtype) -> Tensor | Diagonal:
+    return Diagonal(M.d.to(dtype)) if isinstance(M, Diagonal) else M.to(dtype)
 
 
 class _Changed(Operator):

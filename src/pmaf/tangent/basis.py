@@ -95,6 +95,10 @@ class TangentSolver:
         self.over_low = low.reciprocal().masked_fill(low.abs() <= threshold, 0)
 
     def __call__(self, v: Tensor) -> Tensor:
+        return self.solve(v)[0]
+
+    def solve(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`z`, and the multiplier `ν` of `yᵀz = 0`, `(*,)`."""
         v_in = matvec(self.basis, v)
         v_low = v_in * self.lowest
         v_rest = v if self.complete else v - rmatvec(self.basis, v_in)
@@ -116,7 +120,7 @@ class TangentSolver:
         z = rmatvec(self.basis, z_in)
         if not self.complete:
             z = z + solve_lowest(self.y_rest, v_rest)
-        return z - self.y * dot(self.y, z).unsqueeze(-1)
+        return z - self.y * dot(self.y, z).unsqueeze(-1), nu.squeeze(-1)
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
-"""The global minimiser of least squares in the unit ball, `‖u‖ ≤ 1`.
+"""Least squares on the unit sphere or in the unit ball, from a decomposition without loss.
 
-Where the least-norm minimiser `A⁺b` without the constraint is in the ball, it is the solution, and
-the multiplier is zero. Elsewhere the solution is on the sphere and has a multiplier `μ > 0`. Both
-come from one decomposition.
+The eigenvectors of `AᵀA` come from singular vectors of `A`, or, for numbers that had the digits of
+float32, from `AᵀA` in float64. So what the gradient computes with them has all digits that the data
+have.
+
+In the ball, `‖u‖ ≤ 1`, the least-norm minimiser `A⁺b` without the constraint is the solution where
+it is in the ball, and the multiplier is zero. Elsewhere the solution is on the sphere and has a
+multiplier `μ > 0`.
 """
 
 from __future__ import annotations
@@ -21,48 +25,99 @@ from pmaf.linalg.secular import secular_root
 from pmaf.operators.rows import Rows
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Outcome
+from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kept import Basis
+from pmaf.tangent.kkt import Point, invert
 from pmaf.tangent.residuals import conjugate_residuals
 
 
-def solve_ball(A: Tensor, b: Tensor, single: bool, max_iterations: int) -> Outcome:
-    """The minimiser of `½‖Au − b‖²` with `‖u‖ ≤ 1`, of least norm if there are several.
+def solve_exactly(
+    A: Tensor, b: Tensor, init: Tensor | None, ball: bool, single: bool, solver: Any
+) -> Outcome:
+    """The minimiser of `½‖Au − b‖²` with `‖u‖ = 1`, or with `‖u‖ ≤ 1`.
 
     Args:
         single: whether `A` and `b` had the digits of float32 before they were converted to float64.
-            Then `AᵀA` keeps all their digits, and singular values that are rounding in float32
-            count as zero.
+            Then singular values that are rounding in float32 count as zero.
+        solver: a `Secular`, which limits the steps.
     """
     require_finite(A=(A, 2), b=(b, 1))
     spectrum, c, eps = _decomposed(A, b, single)
-    values = spectrum.spread + spectrum.floor.unsqueeze(-1)
-    inside = torch.where(values == 0, 0, c / one_if_zero(values))
-    free = norm(inside) <= 1
-    noise = NOISE * eps * spectrum.top.sqrt() * norm(b)
+    # The coefficient of a singular vector is its singular value times one of b.
+    noise = NOISE * eps * spectrum.floor.sqrt() * norm(b)
+    rounding = torch.finfo(c.dtype).eps
     u, t, steps, finished, _ = secular_root(
-        spectrum, c, noise, None, torch.finfo(c.dtype).eps, max_iterations
+        spectrum, c, noise, init, rounding, solver.max_iterations
     )
-    u = torch.where(free.unsqueeze(-1), rmatvec(spectrum.basis, inside), sphere.settle(u))
-    multiplier = torch.where(free, 0, (t - spectrum.floor).clamp_min(0))
-    force = rmatvec(A, b - matvec(A, u)) - multiplier.unsqueeze(-1) * u
-    residual = norm(force) / one_if_zero(A.square().sum((-2, -1)) + norm(rmatvec(A, b)))
+    free = torch.zeros_like(finished)
+    if ball:
+        values = spectrum.spread + spectrum.floor.unsqueeze(-1)
+        inside = torch.where(values == 0, 0, c / one_if_zero(values))
+        free = norm(inside) <= 1
+        u = torch.where(free.unsqueeze(-1), rmatvec(spectrum.basis, inside), u)
+        t = torch.where(free, spectrum.floor, torch.maximum(t, spectrum.floor))
+    multiplier = torch.where(free, 0, t - spectrum.floor)
+    u, residual = _refined(A, b, spectrum, u, t, multiplier, free, solver.refinements)
     return Outcome(
         value=u,
         multiplier=multiplier,
         residual=residual,
-        gap=torch.where(free, spectrum.floor, t),
+        gap=t,
         iterations=torch.where(free, 0, steps),
         converged=(free | finished) & (residual <= SETTLED * eps),
         kept=Basis(spectrum.basis, spectrum.spread),
     )
 
 
+def _refined(
+    A: Tensor,
+    b: Tensor,
+    spectrum: Spectrum,
+    u: Tensor,
+    t: Tensor,
+    multiplier: Tensor,
+    free: Tensor,
+    refinements: int,
+) -> tuple[Tensor, Tensor]:
+    """Newton steps on the optimality conditions, their residual taken from `A`.
+
+    A decomposition has errors relative to the largest singular value. The residual of a problem
+    with columns of different sizes has smaller ones.
+    """
+    mask = free.unsqueeze(-1)
+    scale = one_if_zero(A.square().sum((-2, -1)) + norm(rmatvec(A, b)))
+    point = Point(multiplier, t, spectrum.basis, spectrum.spread, ~free)
+    settled = NOISE * torch.finfo(u.dtype).eps
+
+    def rest_at(u: Tensor) -> tuple[Tensor, Tensor]:
+        force = rmatvec(A, b - matvec(A, u))
+        rest = torch.where(mask, force, sphere.tangent(u, force))
+        return rest, norm(rest) / scale
+
+    rest, residual = rest_at(u)
+    for _ in range(min(refinements, _ROUNDS)):
+        outside = TangentSolver(spectrum.basis, spectrum.spread, t, u)(rest)
+        step = torch.where(mask, invert(point, rest), outside)
+        trial = torch.where(mask, u + step, sphere.settle(u + step))
+        trial_rest, trial_residual = rest_at(trial)
+        # A step that does not reduce the residual comes from a singular system and is rejected.
+        better = (norm(step) < 0.5) & (trial_residual <= residual.clamp_min(settled))
+        chosen = better.unsqueeze(-1)
+        u, rest = torch.where(chosen, trial, u), torch.where(chosen, trial_rest, rest)
+        residual = torch.where(better, trial_residual, residual)
+    return torch.where(mask, u, sphere.settle(u)), residual
+
+
+# The decomposition has most digits, so that a second step corrects what rounding left of the first.
+_ROUNDS = 2
+
+
 def _decomposed(A: Tensor, b: Tensor, single: bool) -> tuple[Spectrum, Tensor, float]:
     """The spectrum of `AᵀA`, the coefficients of `Aᵀb`, and the rounding of the data."""
     if single and A.dtype == torch.float64:
-        took("less: ball, eigenvectors")
+        took("less: constrained, eigenvectors")
         return *promoted_spectrum(A, b, small_gram(A)), torch.finfo(torch.float32).eps
-    took("less: ball, singular vectors")
+    took("less: constrained, singular vectors")
     spectrum, left, s = singular_spectrum(A)
     return spectrum, s * rmatvec(left, b), torch.finfo(A.dtype).eps
 
