@@ -843,11 +843,11 @@ PAIRS = [
         "test_projector.py::test_nearly_repeated_eigenvalues",
     ),
     Bug(
-        "the symmetric part inside the span is divided by a gap",
+        "inside the span: the normal part is taken out as a constant",
         "gradients/eigenvectors.py",
         "    v = v - normal @ y\n",
         "",
-        "test_projector.py::test_nearly_repeated_eigenvalues",
+        IED_GRADIENTS,
     ),
     Bug(
         "operator: rounding inside the span is divided by a gap",
