@@ -19,7 +19,6 @@ from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
 from pmaf.linalg.roundings import LOOSE, OutOfRangeError, merge_tolerance
 from pmaf.operators.base import known_by_products
-from pmaf.problem import HALF
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import forward_mode, full_precision, plain, recorded, transformed
 from pmaf.runtime.threads import OneThread
@@ -61,7 +60,7 @@ def spectral(
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
-    if A.dtype in HALF:
+    if torch.finfo(A.dtype).bits == 16:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
     if 0 in A.shape:
         return symmetric_part(A)
