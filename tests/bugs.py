@@ -1471,6 +1471,20 @@ FUNCTIONS = [
         "test_spectral.py::TestDerivatives::test_forward_mode",
     ),
     Bug(
+        "spectral: a trace of torch.func takes the Function",
+        "layers/spectral.py",
+        "if traced or forward_mode",
+        "if forward_mode",
+        "test_spectral.py::test_transforms_inside_a_trace",
+    ),
+    Bug(
+        "spectral: autograd around a trace is not counted",
+        "runtime/modes.py",
+        "return max(count, 1) + 1",
+        "return max(count, 1)",
+        "test_spectral.py::test_autograd_around_a_transform_in_a_trace",
+    ),
+    Bug(
         "spectral: autograd outside of forward mode is not counted",
         "runtime/modes.py",
         "tangent is not None) + x.requires_grad",
