@@ -1556,3 +1556,84 @@ BUGS = [
         "test_complex.py",
     ),
 ]
+
+FUNCTIONS = [
+    Bug(
+        "spectral: a quadrature is trusted where both rules miss something",
+        "linalg/divided_differences.py",
+        "same | (settled & agrees)",
+        "same | settled",
+        "test_spectral.py::TestDividedDifferences",
+    ),
+    Bug(
+        "spectral: the quotient is taken for close points",
+        "linalg/divided_differences.py",
+        "same | (settled & agrees)",
+        "same",
+        "test_spectral.py::TestDividedDifferences",
+    ),
+    Bug(
+        "spectral: the part between group and rest is not doubled",
+        "linalg/matrix_function.py",
+        "2 * outer @ others.mT",
+        "outer @ others.mT",
+        "test_spectral.py::TestDerivatives::test_first_and_second",
+    ),
+    Bug(
+        "spectral: an infinite quotient between equal eigenvalues",
+        "linalg/matrix_function.py",
+        "apart = gap.abs() > self.rounding(values).unsqueeze(-1)",
+        "apart = gap.abs() >= 0",
+        "test_spectral.py::TestDerivatives::test_a_group_that_is_not_apart",
+    ),
+    Bug(
+        "spectral: roots of rounding",
+        "linalg/divided_differences.py",
+        "torch.where(x < -rounding, torch.nan, 0)",
+        "torch.where(x < -rounding, torch.nan, x.abs())",
+        "test_spectral.py::TestDerivatives test_spectral.py::TestErrors",
+    ),
+    Bug(
+        "spectral: gradients of parameters are constant in the matrix",
+        "autograd/spectral.py",
+        "if needs_slopes and torch.is_grad_enabled():",
+        "if False:",
+        "test_spectral.py::TestParameters",
+    ),
+    Bug(
+        "spectral: a third derivative without the part of the parameters",
+        "autograd/spectral.py",
+        "torch.zeros_like(direction), _Last.apply(dA, A), None",
+        "torch.zeros_like(direction), dA, None",
+        "test_spectral.py::TestParameters",
+    ),
+    Bug(
+        "spectral: forward mode is of the first order",
+        "autograd/spectral.py",
+        "transforms_around(A) + 1",
+        "2",
+        "test_spectral.py::TestDerivatives::test_forward_mode",
+    ),
+    Bug(
+        "spectral: a trace of torch.func takes the Function",
+        "layers/spectral.py",
+        "if traced or forward_mode",
+        "if forward_mode",
+        "test_spectral.py::test_transforms_inside_a_trace",
+    ),
+    Bug(
+        "spectral: autograd around a trace is not counted",
+        "runtime/modes.py",
+        "return max(count, 1) + 1",
+        "return max(count, 1)",
+        "test_spectral.py::test_autograd_around_a_transform_in_a_trace",
+    ),
+    Bug(
+        "spectral: autograd outside of forward mode is not counted",
+        "runtime/modes.py",
+        "tangent is not None) + x.requires_grad",
+        "tangent is not None)",
+        "test_spectral.py::TestDerivatives::test_forward_mode_inside_reverse_mode",
+    ),
+]
+BUGS += FUNCTIONS

@@ -40,7 +40,7 @@ from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
 
-HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +314,7 @@ class Problem(Named):
         differentiable.
         """
         dtype, problem = self.dtype, self
-        if dtype in HALF:
+        if dtype in _HALF:
             problem = self.with_flat([x.float() for x in self.flat])
             init = None if init is None else init.float()
         return problem, init, lambda outcome: in_dtype(dtype, as_solution(outcome))

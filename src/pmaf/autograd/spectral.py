@@ -4,8 +4,9 @@ The decomposition is a constant. What carries the derivatives are the formulas o
 `linalg/matrix_function.py`, which are exact where eigenvalues repeat. In reverse mode a `Function`
 adds to each derivative the next one, which is computed only if it is asked for. It has no `jvp`,
 which a trace cannot follow and with which forward mode over forward mode is wrong. In forward
-mode the value is Taylor's polynomial in the change of the matrix, which is zero but has
-tangents; its degree is the number of transforms around the call.
+mode the value is Taylor's polynomial in `A − VΛVᵀ`, which is rounding but has tangents; its degree
+is the number of transforms around the call. A trace of `torch.func.grad` takes the polynomial, too:
+it may leave out the backward pass of a `Function`, and always leaves out its derivatives.
 
 A function with parameters is recorded by autograd, at constant eigenvalues. So the gradient of the
 parameters would be constant in the matrix. Its derivative in the matrix is that of the divided
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.autograd.forward_mode import constant
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.modes import full_precision, transforms_around
@@ -166,8 +166,7 @@ class _Words(torch.autograd.Function):
 
 def forward(function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
     """`V f(Λ) Vᵀ` with tangents."""
-    S = symmetric_part(A)
-    change = vectors.mT @ (S - constant(S)) @ vectors
+    change = vectors.mT @ symmetric_part(A) @ vectors - torch.diag_embed(values)
     total = function.value(values, vectors)
     for order in range(1, transforms_around(A) + 1):
         word = function.word(values, [change] * order)

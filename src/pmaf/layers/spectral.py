@@ -19,9 +19,15 @@ from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
 from pmaf.linalg.roundings import LOOSE, OutOfRangeError, merge_tolerance
 from pmaf.operators.base import known_by_products
-from pmaf.problem import HALF
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import forward_mode, full_precision, plain, recorded, transformed
+from pmaf.runtime.modes import (
+    derivatives_around,
+    forward_mode,
+    full_precision,
+    plain,
+    recorded,
+    transformed,
+)
 from pmaf.runtime.threads import OneThread
 from pmaf.solvers.auto import DENSE
 from pmaf.tangent.kept import Decomposition
@@ -61,7 +67,7 @@ def spectral(
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
-    if A.dtype in HALF:
+    if torch.finfo(A.dtype).bits == 16:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
     if 0 in A.shape:
         return symmetric_part(A)
@@ -75,7 +81,8 @@ def spectral(
         learned = torch.is_grad_enabled() and recorded(known)
         # A function that closes over a tensor of a transform cannot be called by the backward
         # pass of another transform.
-        if forward_mode(A, known) or (learned and transformed()):
+        traced = torch.compiler.is_compiling() and derivatives_around() > 0
+        if traced or forward_mode(A, known) or (learned and transformed()):
             return forward(posed, A, values, vectors)
         return differentiable(replace(posed, learned=learned), A, values, vectors)
 

@@ -82,16 +82,23 @@ def transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
 
 
-def transforms_around(x: Tensor) -> int:
-    """How many transforms that differentiate are around a call.
-
-    A trace is counted as two. Autograd outside of all transforms is counted once, if it records.
-    """
-    if torch.compiler.is_compiling():
-        return 2
+# A trace takes the number, and does not follow how it is found.
+@torch.compiler.assume_constant_result
+def derivatives_around() -> int:
+    """How many transforms of `torch.func` around the call differentiate it."""
     kinds = torch._C._functorch.TransformType  # pyright: ignore
     stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
-    count = sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
+    return sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
+
+
+def transforms_around(x: Tensor) -> int:
+    """How often a call may be differentiated: transforms, a tangent, and autograd outside of all.
+
+    Autograd counts once, if it records; around a trace it may.
+    """
+    count = derivatives_around()
+    if torch.compiler.is_compiling():
+        return max(count, 1) + 1
     while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
     return count + (forward_ad.unpack_dual(x).tangent is not None) + x.requires_grad
