@@ -14,10 +14,9 @@ from torch import Tensor
 
 def real_matrix(A: Tensor) -> Tensor:
     """Complex `(*, m, n)` to real `(*, 2m, 2n)`."""
-    # The rows of a block are the real and imaginary parts of a − ib and of i(a − ib) = b + ia.
-    # Not conj(), with which gradients would be views that optimisers cannot take as real numbers.
-    conjugate = A.conj_physical()
-    rows = torch.view_as_real(torch.stack([conjugate, 1j * conjugate], -2))
+    # The rows of a block are the real and imaginary parts of a − ib and of b + ia. The conjugation
+    # comes last, so that the gradient is a sum, and no lazy conjugate, which optimisers refuse.
+    rows = real_rows(torch.stack([A, -1j * A], -2).conj())
     return rows.reshape(*A.shape[:-2], 2 * A.shape[-2], 2 * A.shape[-1])
 
 
