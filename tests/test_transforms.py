@@ -150,3 +150,21 @@ def test_data_loader_workers(context):
     expected = [torch.stack(parts) for parts in zip(*(_Solutions()[i] for i in range(4)))]
     for x, y in zip(found, expected):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("layer", ["ied", "less", "nullspace"])
+def test_second_derivatives_inside_a_trace_are_an_error(layer):
+    """A trace would record zeros for them."""
+    A, b = torch.diag(torch.tensor([3.0, 2.0, 1.0])) + 0.1, torch.ones(3)
+
+    def loss(A):
+        A = 2 * A
+        if layer == "ied":
+            return pmaf.ied(A).vectors[0]
+        return pmaf.less(A, b)[0] if layer == "less" else pmaf.nullspace(A)[0]
+
+    torch._dynamo.reset()
+    second = torch.func.jacrev(torch.func.jacrev(loss))
+    assert second(A).abs().max() > 0
+    with pytest.raises(Exception, match="cannot trace second derivatives"):
+        torch.compile(second, fullgraph=True, backend="eager")(A)

@@ -23,7 +23,12 @@ from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import forward_mode, full_precision, require_eager
+from pmaf.runtime.modes import (
+    forward_mode,
+    full_precision,
+    require_eager,
+    require_traceable_derivatives,
+)
 from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import (
@@ -411,6 +416,7 @@ class Problem(Named):
             announce(found, solver, throw)
             return found
         way = solver.resolve(self)
+        require_traceable_derivatives()
         if forward_mode(*self.tensors):
             require_forward(gradient)
             return forward(self, init, way, report, throw)

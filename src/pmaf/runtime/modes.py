@@ -91,6 +91,19 @@ def derivatives_around() -> int:
     return sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
 
 
+def require_traceable_derivatives() -> None:
+    """A trace does not contain second derivatives by `torch.func`.
+
+    A trace of torch 2.13 records the backward pass of a `Function` without gradients, so that
+    the second derivative would be zero.
+    """
+    if torch.compiler.is_compiling() and derivatives_around() > 1:
+        raise RuntimeError(
+            "torch.compile cannot trace second derivatives of this layer by torch.func; compile "
+            "the layer, and differentiate outside of torch.compile"
+        )
+
+
 def transforms_around(x: Tensor) -> int:
     """How often a call may be differentiated: transforms, a tangent, and autograd outside of all.
 
