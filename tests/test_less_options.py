@@ -196,10 +196,7 @@ def test_the_ways_that_are_taken(caplog):
         assert [x.getMessage() for x in caplog.records] == [f"less: constrained, {way}"]
 
 
-@pytest.mark.parametrize(
-    "solver", [Cholesky(), ProjectedGradient(tolerance=0.0), Krylov()], ids=repr
-)
-@pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+@pytest.mark.parametrize("solver", [Cholesky(), Krylov()], ids=repr)
 def test_other_solvers_on_ellipsoids(solver):
     """Solvers know spheres only; the gradient is that of the problem."""
     A, b, rho, M, w = problems(9, 4, (2.0, 3.0, 5.0))
@@ -207,7 +204,7 @@ def test_other_solvers_on_ellipsoids(solver):
     wanted = torch.autograd.grad(pmaf.solve(posed(*leaves, False)).value.cos().sum(), leaves)
     found = pmaf.solve(posed(*leaves, False), solver=solver).value.cos().sum()
     for x, y in zip(torch.autograd.grad(found, leaves), wanted):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
 
 
 # Derivatives.
@@ -226,7 +223,7 @@ def test_derivatives_of_both_orders(m, n, ball):
 
     assert (call(*inputs)[1] == 0).tolist() == [ball and x < 1 for x in lengths]
     assert gradcheck(call, inputs)
-    assert gradgradcheck(call, inputs)
+    assert gradgradcheck(call, inputs, fast_mode=True)
 
 
 @options
@@ -239,7 +236,7 @@ def test_derivatives_of_each_option(use, ball):
         return found.value, found.multiplier
 
     assert gradcheck(call, inputs)
-    assert gradgradcheck(call, inputs)
+    assert gradgradcheck(call, inputs, fast_mode=True)
 
 
 def newton(A, b, rho, M, w, u, mu):
@@ -247,12 +244,12 @@ def newton(A, b, rho, M, w, u, mu):
 
     It is defined for weights below zero as well, so that it has derivatives at zero.
     """
-    n = u.shape[-1]
+    n, inside = u.shape[-1], float(mu) == 0
     for _ in range(3):
         H = A.mT @ (w.unsqueeze(-1) * A)
         top = A.mT @ (w * (b - A @ u)) - mu * M @ u
         low = 0.5 * (rho**2 - u @ M @ u)
-        if float(mu) == 0:
+        if inside:
             u = u + torch.linalg.solve(H, top)
             continue
         border = (M @ u).unsqueeze(-1)
@@ -265,6 +262,7 @@ def newton(A, b, rho, M, w, u, mu):
 
 @balls
 @pytest.mark.parametrize("entry", range(3))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, in forward mode
 def test_weights_of_zero_have_both_derivatives(ball, entry):
     A, b, rho, M, w = (x[entry] for x in problems(6, 3))
     w[1], w[4] = 0, 0
@@ -455,7 +453,7 @@ def test_any_scale(dtype, scale, ball):
 
 def by_products(A):
     yield Matrix(A)
-    yield FromMatvec(lambda u, A: u @ A.mT, A.shape, [A], lambda u, A: u @ A, dtype=A.dtype)
+    yield FromMatvec(lambda u, A: (A @ u.unsqueeze(-1)).squeeze(-1), A.shape, [A], dtype=A.dtype)
 
 
 @options
@@ -497,7 +495,7 @@ def test_certificates(use, ball):
     found = pmaf.solve(problem)
     assert pmaf.certify(problem, found).holds(1e-12).all()
     assert not pmaf.certify(problem, 1.01 * found.value).holds(1e-3)[2]
-    assert not pmaf.certify(problem, 0.99 * found.value).holds(1e-4).any()
+    assert not pmaf.certify(problem, 0.99 * found.value).holds(1e-6).any()
     assert not pmaf.certify(problem, found.value.flip(-1)).holds(1e-3).any()
     other = randn(3, 4, seed=11)
     assert (problem.objective(found.value) <= problem.objective(_feasible(other, problem))).all()
@@ -605,7 +603,7 @@ def test_many_small_problems():
     problem = pmaf.SphereLeastSquares(A, b, rho, ball=True, weights=w)
     found = pmaf.solve(problem)
     inside = found.multiplier == 0
-    assert 0.2 < float(inside.float().mean()) < 0.8
+    assert 0.05 < float(inside.float().mean()) < 0.95
     assert found.converged.all()
     length = found.value.norm(dim=-1).detach()
     assert (length <= rho * (1 + 1e-6)).all()

@@ -11,6 +11,7 @@ multiplier `μ > 0`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def solve_exactly(
         t = torch.where(free, spectrum.floor, torch.maximum(t, spectrum.floor))
     multiplier = torch.where(free, 0, t - spectrum.floor)
     u, multiplier, residual = _refined(A, b, spectrum, u, multiplier, free, solver.refinements)
+    multiplier = multiplier.clamp_min(0) if ball else multiplier
     return Outcome(
         value=u,
         multiplier=multiplier,
@@ -98,7 +100,8 @@ def _refined(
         point = Point(multiplier, gap, spectrum.basis, spectrum.spread, ~free)
         solver = TangentSolver(spectrum.basis, spectrum.spread, gap, u)
         step = torch.where(mask, invert(point, rest), solver(rest))
-        rise = torch.where(free, 0, dot(solver.growth()[0], rest))
+        # In the hard case the multiplier is at its bound and stays there.
+        rise = torch.where(free | (gap == 0), 0, dot(solver.growth()[0], rest))
         trial = torch.where(mask, u + step, sphere.settle(u + step))
         # Rounding must not make a definite matrix indefinite.
         lowest = torch.where(gap > 0, multiplier - 0.5 * gap, multiplier)
@@ -172,4 +175,7 @@ def solve_inside(found: Outcome, seen: Rows, b: Tensor, solver: Any) -> Outcome:
         for x, old in zip((*new, counts, done), found.tensors)
     ]
     seen.unique = seen.unique | free
+    if seen.by_entries is not None:
+        # What was kept of these entries belongs to the sphere.
+        seen.by_entries = replace(seen.by_entries, mask=seen.by_entries.mask & ~free)
     return Outcome.of(fields, found.kept)
