@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,61 +126,80 @@ def least_squares_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | 
 
 def declared_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of all tensors, for a problem that declares its force and its curvature."""
-    z = _minimum_tangent(given.seen.curvature_of(problem), given)[1]
-    return _pulled(problem, given, lambda posed, y, z: posed.force(y, *posed.tensors), z)
-
-
-def ball_gradients(problem: Any, given: Incoming, active: Tensor) -> Sequence[Tensor | None]:
-    """The same for a minimum in the unit ball, where the constraint acts on some entries only.
-
-    Args:
-        active: `(*,)`, the entries on which it acts.
-    """
-    seen = given.seen
-    mask = active.reshape(-1, 1, 1)
-    curvature = seen.curvature_of(problem)
-    y = given.y.reshape(seen.entries, 1, -1)
-    d_multiplier = given.d_multiplier
-    if d_multiplier is not None:
-        given = given._replace(d_multiplier=torch.where(active, d_multiplier, 0))
-    border = torch.where(mask, y, 0)
-    m, n = seen.A.shape[-2:]
-    null = None
-    if m < n and given.v is not None:
-        # A wide matrix has a null space, in which the solution of least norm has no part. What the
-        # system leaves of v is the part of v in the null space.
-        v = given.v.reshape(y.shape)
-        rest = v - curvature(_solved(curvature, given, border, v).rows)
-        null = torch.where(mask, 0, rest)
-        given = given._replace(v=(v - null).reshape(given.v.shape))
-    z = _minimum_tangent(curvature, given, border)[1]
-    found = _pulled(problem, given, lambda posed, y, z: posed.force(y, *posed.tensors), z)
-    if null is None:
-        return found
-    x = _solved(curvature, given, border, torch.where(mask, 0, y)).rows
-    moved = _pulled(problem, given, lambda posed, y, z: _curved(posed, x.reshape(y.shape)), null)
-    return [dx if dx is None or more is None else dx + more for dx, more in zip(found, moved)]
-
-
-def _curved(problem: Any, x: Tensor) -> Tensor:
-    return problem.curvature(x.unsqueeze(-2)).squeeze(-2)
-
-
-def _pulled(
-    problem: Any, given: Incoming, function: Callable[..., Tensor], z: Tensor
-) -> Sequence[Tensor | None]:
-    """Gradients of `zᵀ function(problem, y, z)` in all tensors, with `y` and `z` fixed."""
     seen, needs, shape = given.seen, given.needs, given.y.shape
-    y = given.y
+    y, z = _minimum_tangent(seen.curvature_of(problem), given)
     leaves = [x.detach().requires_grad_(need) for x, need in zip(problem.flat, needs)]
     u, z = (ranks.replicate(x.reshape(shape), seen.mesh) for x in (y, z))
     with torch.enable_grad():
         posed = problem.with_flat(leaves)
-        image = function(posed, u, z)
+        force = posed.force(u, *posed.tensors)
         wanted = [x for x, need in zip(leaves, needs) if need]
-        found = iter(torch.autograd.grad(image, wanted, z, allow_unused=True))
+        found = iter(torch.autograd.grad(force, wanted, z, allow_unused=True))
     parts = [next(found) if need else None for need in needs]
     return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(parts, problem.flat)]
+
+
+def weighted_gradients(
+    problem: Any, given: Incoming, acts: Tensor | None
+) -> Sequence[Tensor | None]:
+    """Gradients of the tensors of the operator, and of `sides`, for weighted least squares.
+
+    Args:
+        acts: `(*,)`, where the constraint acts; None if it acts everywhere.
+    """
+    seen, curvature = given.seen, given.seen.curvature_of(problem)
+    own = Rows(problem.operator, problem.batch_shape)
+    border = y = given.y.reshape(seen.entries, 1, -1)
+    null = None
+    if acts is not None:
+        mask = acts.reshape(-1, 1, 1)
+        border = torch.where(mask, y, 0)
+        if given.d_multiplier is not None:
+            given = given._replace(d_multiplier=torch.where(acts, given.d_multiplier, 0))
+        if own.A.shape[-2] < own.A.shape[-1] and given.v is not None:
+            # A wide matrix has a null space, in which the solution of least norm has no part. What
+            # the system leaves of v is the part of v in the null space.
+            v = given.v.reshape(y.shape)
+            rest = v - curvature(_solved(curvature, given, border, v).rows)
+            null = torch.where(mask, 0, rest)
+            given = given._replace(v=(v - null).reshape(given.v.shape))
+    y, z = _minimum_tangent(curvature, given, border)
+    pulled = _pulled(problem, own, y, z)
+    rest, along = pulled.residual, pulled.image
+    lefts, rights = [-pulled.weighted(rest), -pulled.weighted(along)], [z, y]
+    d_sides = [pulled.weighted(along), -rest * along]
+    if null is not None:
+        # This part moves with the null space.
+        x = _solved(curvature, given, border, y - border).rows
+        across, inner = (own.A.matvec(own.lift(rows)) for rows in (null, x))
+        lefts += [pulled.weighted(across), pulled.weighted(inner)]
+        rights += [x, null]
+        d_sides[1] = d_sides[1] + across * inner
+    left, right = torch.cat(lefts, -2), torch.cat([own.lift(rows) for rows in rights], -2)
+    found = None
+    if given.needs[-1]:
+        count = problem.sides.shape[-2]
+        rows = [x.reshape(problem.sides[..., 0, :].shape) for x in d_sides[:count]]
+        found = ranks.alike(torch.stack(rows, -2), problem.sides)
+    return [*own.pull_back(left, right, given.needs[:-1]), found]
+
+
+class _Pulled(NamedTuple):
+    """Images of a solution `y` and of the solution `z` of its linear system."""
+
+    residual: Tensor  # Ay − b
+    image: Tensor  # Az
+    weights: Tensor | None
+
+    def weighted(self, x: Tensor) -> Tensor:
+        return x if self.weights is None else self.weights * x
+
+
+def _pulled(problem: Any, own: Rows, y: Tensor, z: Tensor) -> _Pulled:
+    image, along = own.A.matvec(torch.cat([own.lift(y), own.lift(z)], -2)).chunk(2, -2)
+    b, weights = problem.given_sides(problem.sides)
+    weights = None if weights is None else weights.reshape(image.shape)
+    return _Pulled(image - b.reshape(image.shape), along, weights)
 
 
 def _solved(curvature: Product, given: Incoming, border: Tensor, right: Tensor) -> Solved:
@@ -202,7 +221,8 @@ def _minimum_tangent(
 ) -> tuple[Tensor, Tensor]:
     """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
 
-    `MinimumConditions.gradients` explains the part of the multiplier's gradient.
+    `MinimumConditions.gradients` explains the part of the multiplier's gradient. The border of the
+    linear system is `y`, unless another one is given.
     """
     seen, d_multiplier = given.seen, given.d_multiplier
     y = given.y.reshape(seen.entries, 1, -1)

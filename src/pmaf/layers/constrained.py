@@ -19,7 +19,7 @@ from torch import Tensor
 from pmaf import errors
 from pmaf.autograd.forward_mode import STEPS
 from pmaf.gradients import Gradient, Implicit
-from pmaf.gradients.by_products import Incoming, ball_gradients
+from pmaf.gradients.by_products import Incoming, weighted_gradients
 from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
@@ -85,14 +85,14 @@ class ConstrainedLeastSquares(Problem):
     def force(self, u: Tensor, *inputs: Any) -> Tensor:
         A, sides = inputs
         if isinstance(A, Operator):
-            b, weights = self._sides(sides)
+            b, weights = self.given_sides(sides)
             return A.transposed(times(weights, b - A(u)))
         A, _, b, weights, _ = self.layout.split(A, sides)
         return rmatvec(A, times(weights, b - matvec(A, u)))
 
     def curvature(self, rows: Tensor) -> Tensor:
         if isinstance(self.A, Operator):
-            A, weights = self.A, self._sides(self.sides)[1]
+            A, weights = self.A, self.given_sides(self.sides)[1]
             images = _product(A.matvec, A, rows)
             images = images if weights is None else images * weights.unsqueeze(-2)
             return _product(A.rmatvec, A, images)
@@ -100,7 +100,8 @@ class ConstrainedLeastSquares(Problem):
         images = rows @ A.mT
         return (images if weights is None else images * weights.unsqueeze(-2)) @ A
 
-    def _sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
+    def given_sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`b` and the weights."""
         return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
 
     def rows(self, A: Any, b: Tensor) -> Any:
@@ -141,7 +142,7 @@ class ConstrainedLeastSquares(Problem):
         return solve_exactly(A, b, init, self.ball, self.single, solver)
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
-        A, (b, weights) = self.A, self._sides(self.sides)
+        A, (b, weights) = self.A, self.given_sides(self.sides)
         if weights is not None:
             assert isinstance(A, Operator)
             root = weights.sqrt()
@@ -150,9 +151,7 @@ class ConstrainedLeastSquares(Problem):
         return (solve_inside(outcome, seen, b, solver) if self.ball else outcome), seen
 
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
-        if not self.ball:
-            return super().gradients_by_products(given)
-        return ball_gradients(self, given, sphere.reaches(given.y))
+        return weighted_gradients(self, given, sphere.reaches(given.y) if self.ball else None)
 
     def gradients(
         self,
@@ -336,7 +335,7 @@ def working_dtype(A: Any) -> torch.dtype:
     return torch.float64
 
 
-def posed(problem: Any, in_range: Callable[..., tuple[Tensor, Tensor, Tensor | None]]) -> Posed:
+def posed(problem: Any, in_units: Callable[..., tuple[Tensor, Tensor, Tensor | None]]) -> Posed:
     """Change coordinates and units; differentiable."""
     A, b, M, weights, radius = (
         problem.A,
@@ -365,7 +364,7 @@ def posed(problem: Any, in_range: Callable[..., tuple[Tensor, Tensor, Tensor | N
         if isinstance(radius, Tensor):
             fixed = radius.detach()
             size, radius = 1 + (radius - fixed) / fixed, fixed
-        A, b, exponents = in_range(A, b, radius)
+        A, b, exponents = in_units(A, b, radius)
     if weights is not None:
         power = power_of_two(weights.detach().amax(-1)).log2()
         weights = times_power(weights, -power.unsqueeze(-1))

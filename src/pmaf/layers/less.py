@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -189,7 +190,7 @@ class SphereLeastSquares(Problem):
         if not self.has_options:
             return super().certify(value)
         self.require_value(value)
-        found = posed(self.with_flat([x.detach() for x in self.flat]), in_range)
+        found = posed(self.with_flat([x.detach() for x in self.flat]), _in_units)
         w = found.of_vector(value.detach())
         if self.operator is not None:
             unit = self._unit(found)
@@ -304,7 +305,7 @@ class SphereLeastSquares(Problem):
 
     def _reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         """`reduced` for a ball, an ellipsoid or weights."""
-        found = posed(self, in_range)
+        found = posed(self, _in_units)
 
         def finish(outcome: Outcome) -> Solution:
             return replace(
@@ -346,10 +347,13 @@ class _Constrained(ConstrainedLeastSquares):
         return SphereLeastSquares(A, b)
 
 
-def in_range(A: Tensor, b: Tensor, radius: float | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def in_range(
+    A: Tensor, b: Tensor, radius: float | Tensor, always: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`A` and `b/radius` divided by powers of two, and the exponents `(*,)` of multipliers.
 
-    If everything is in range, `b` is only divided by the radius, and the exponents are None.
+    If everything is in range, `b` is only divided by the radius, and the exponents are None,
+    unless `always` asks for entries of `A` of about one.
     """
     low, high = square_range(A.dtype)
     one = not isinstance(radius, Tensor) and radius == 1
@@ -359,7 +363,8 @@ def in_range(A: Tensor, b: Tensor, radius: float | Tensor) -> tuple[Tensor, Tens
     if eager:
         (least, most), (bottom, top) = sizes.aminmax(), quotient.detach().aminmax()
         if (
-            low < float(least)
+            not always
+            and low < float(least)
             and float(most) < high
             and -high < float(bottom)
             and float(top) < high
@@ -372,7 +377,7 @@ def in_range(A: Tensor, b: Tensor, radius: float | Tensor) -> tuple[Tensor, Tens
     # If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional
     # to it. So b is divided until its squares do not overflow.
     excess = (length - unit - _span(A.dtype)).clamp_min(0)
-    if not eager:
+    if not eager and not always:
         # A trace cannot branch on whether anything is out of range. The units for A must come from
         # A alone, since many problems may share it.
         unit = torch.where((sizes > low) & (sizes < high), 0, unit)
@@ -382,6 +387,9 @@ def in_range(A: Tensor, b: Tensor, radius: float | Tensor) -> tuple[Tensor, Tens
         times_power(b / column(mantissa), -(unit + excess + power).unsqueeze(-1)),
         2 * unit + excess,
     )
+
+
+_in_units = partial(in_range, always=True)
 
 
 def _mantissa(radius: float | Tensor) -> tuple[float | Tensor, int | Tensor]:

@@ -11,6 +11,7 @@ multiplier `μ > 0`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from pmaf.errors import require_finite
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import Spectrum, promoted_spectrum, singular_spectrum, small_gram
-from pmaf.linalg.products import matvec, norm, one_if_zero, rmatvec
+from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import NOISE, SEARCHED, SETTLED
 from pmaf.linalg.secular import secular_root
 from pmaf.operators.rows import Rows
@@ -57,12 +58,13 @@ def solve_exactly(
         u = torch.where(free.unsqueeze(-1), rmatvec(spectrum.basis, inside), u)
         t = torch.where(free, spectrum.floor, torch.maximum(t, spectrum.floor))
     multiplier = torch.where(free, 0, t - spectrum.floor)
-    u, residual = _refined(A, b, spectrum, u, t, multiplier, free, solver.refinements)
+    u, multiplier, residual = _refined(A, b, spectrum, u, multiplier, free, solver.refinements)
+    multiplier = multiplier.clamp_min(0) if ball else multiplier
     return Outcome(
         value=u,
         multiplier=multiplier,
         residual=residual,
-        gap=t,
+        gap=multiplier + spectrum.floor,
         iterations=torch.where(free, 0, steps),
         converged=(free | finished) & (residual <= SETTLED * eps),
         kept=Basis(spectrum.basis, spectrum.spread),
@@ -74,38 +76,44 @@ def _refined(
     b: Tensor,
     spectrum: Spectrum,
     u: Tensor,
-    t: Tensor,
     multiplier: Tensor,
     free: Tensor,
     refinements: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Newton steps on the optimality conditions, their residual taken from `A`.
 
     A decomposition has errors relative to the largest singular value. The residual of a problem
-    with columns of different sizes has smaller ones.
+    with columns of different sizes has smaller ones. Returns `u`, its multiplier and its residual.
     """
     mask = free.unsqueeze(-1)
     scale = one_if_zero(A.square().sum((-2, -1)) + norm(rmatvec(A, b)))
-    point = Point(multiplier, t, spectrum.basis, spectrum.spread, ~free)
     settled = NOISE * torch.finfo(u.dtype).eps
 
-    def rest_at(u: Tensor) -> tuple[Tensor, Tensor]:
-        force = rmatvec(A, b - matvec(A, u))
-        rest = torch.where(mask, force, sphere.tangent(u, force))
+    def rest_at(u: Tensor, multiplier: Tensor) -> tuple[Tensor, Tensor]:
+        rest = rmatvec(A, b - matvec(A, u)) - multiplier.unsqueeze(-1) * u
         return rest, norm(rest) / scale
 
-    rest, residual = rest_at(u)
+    u = torch.where(mask, u, sphere.settle(u))
+    rest, residual = rest_at(u, multiplier)
     for _ in range(min(refinements, _ROUNDS)):
-        outside = TangentSolver(spectrum.basis, spectrum.spread, t, u)(rest)
-        step = torch.where(mask, invert(point, rest), outside)
+        gap = multiplier + spectrum.floor
+        point = Point(multiplier, gap, spectrum.basis, spectrum.spread, ~free)
+        solver = TangentSolver(spectrum.basis, spectrum.spread, gap, u)
+        step = torch.where(mask, invert(point, rest), solver(rest))
+        # In the hard case the multiplier is at its bound and stays there.
+        rise = torch.where(free | (gap == 0), 0, dot(solver.growth()[0], rest))
         trial = torch.where(mask, u + step, sphere.settle(u + step))
-        trial_rest, trial_residual = rest_at(trial)
+        # Rounding must not make a definite matrix indefinite.
+        lowest = torch.where(gap > 0, multiplier - 0.5 * gap, multiplier)
+        trial_multiplier = torch.maximum(multiplier + rise, lowest)
+        trial_rest, trial_residual = rest_at(trial, trial_multiplier)
         # A step that does not reduce the residual comes from a singular system and is rejected.
         better = (norm(step) < 0.5) & (trial_residual <= residual.clamp_min(settled))
         chosen = better.unsqueeze(-1)
         u, rest = torch.where(chosen, trial, u), torch.where(chosen, trial_rest, rest)
+        multiplier = torch.where(better, trial_multiplier, multiplier)
         residual = torch.where(better, trial_residual, residual)
-    return torch.where(mask, u, sphere.settle(u)), residual
+    return u, multiplier, residual
 
 
 # The decomposition has most digits, so that a second step corrects what rounding left of the first.
@@ -167,4 +175,7 @@ def solve_inside(found: Outcome, seen: Rows, b: Tensor, solver: Any) -> Outcome:
         for x, old in zip((*new, counts, done), found.tensors)
     ]
     seen.unique = seen.unique | free
+    if seen.by_entries is not None:
+        # What was kept of these entries belongs to the sphere.
+        seen.by_entries = replace(seen.by_entries, mask=seen.by_entries.mask & ~free)
     return Outcome.of(fields, found.kept)

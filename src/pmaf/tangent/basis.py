@@ -94,11 +94,18 @@ class TangentSolver:
         self.over_q = q.reciprocal().masked_fill(q == 0, 0)
         self.over_low = low.reciprocal().masked_fill(low.abs() <= threshold, 0)
 
-    def __call__(self, v: Tensor) -> Tensor:
-        return self.solve(v)[0]
+    def growth(self) -> tuple[Tensor, Tensor]:
+        """`s` and `κ` with `Hs + κy = 0`, `yᵀs = 1`: how `y` and `−H` move with the radius.
 
-    def solve(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`z`, and the multiplier `ν` of `yᵀz = 0`, `(*,)`."""
+        `s` is `H⁻¹y` up to its length, so that nothing is lost where `H` is ill-conditioned.
+        """
+        inside = torch.addcmul(self.y_low, self.low, self.weighted) * self.over_d
+        s = rmatvec(self.basis, inside + self.weighted * self.fallback)
+        if not self.complete:
+            s = s + self.y_rest * self.over_d
+        return s, -(self.low * self.over_d + self.fallback).squeeze(-1)
+
+    def __call__(self, v: Tensor) -> Tensor:
         v_in = matvec(self.basis, v)
         v_low = v_in * self.lowest
         v_rest = v if self.complete else v - rmatvec(self.basis, v_in)
@@ -120,7 +127,7 @@ class TangentSolver:
         z = rmatvec(self.basis, z_in)
         if not self.complete:
             z = z + solve_lowest(self.y_rest, v_rest)
-        return z - self.y * dot(self.y, z).unsqueeze(-1), nu.squeeze(-1)
+        return z - self.y * dot(self.y, z).unsqueeze(-1)
 
 
 def amplification(spectrum: Spectrum, gap: Tensor, y: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ rank (Golub and Pereyra 1973): with `N = M⁻¹(I − HH⁺)`, whose range is th
     d(H⁺) = −H⁺ dH H⁺ + Nᵀ dH H⁺MH⁺ + H⁺MH⁺ dH N − Nᵀ dM H⁺ − H⁺ dM N.
 
 The value of `M` is the identity and that of `ρ` is one: problems come in such coordinates. But `M`
-is differentiated. All of `z`, `ν` and their derivatives are computed without differences of large
-numbers: a `ν` from the residual `v − (H + μM)z` would have few digits if it is small.
+is differentiated.
 """
 
 from __future__ import annotations
@@ -119,18 +118,18 @@ def _solve(
     def product(z: Tensor) -> Tensor:
         return system.product(z, tensors) + mu * z
 
-    def refined(right: Tensor) -> tuple[Tensor, Tensor]:
-        z, nu = solver.solve(right)
-        z = torch.where(acts, z, invert(point, right))
+    def corrected(z: Tensor, right: Tensor) -> Tensor:
         rest = right - product(z)
-        return z + torch.where(acts, solver(rest), invert(point, rest)), nu
+        return z + torch.where(acts, solver(rest), invert(point, rest))
 
-    # The solution for v = 0 and c = 1: how y moves with the radius.
-    grown, kappa = refined(-product(y))
-    grown = torch.where(acts, grown + y, 0)
-    z, _ = refined(v)
-    nu = dot(grown, v) + c * kappa
-    return Solved(z + c.unsqueeze(-1) * grown, torch.where(point.acts, nu, 0))
+    z = corrected(torch.where(acts, solver(v), invert(point, v)), v)
+    # The solution for v = 0 and c = 1, which is how y moves with the radius. As the matrix is
+    # symmetric, it gives ν: the residual v − (H + μI)z would have few digits of a small one.
+    s, kappa = solver.growth()
+    s = torch.where(acts, s, 0)
+    s = corrected(s, -kappa.unsqueeze(-1) * y)
+    nu = dot(s, v) + c * kappa
+    return Solved(z + c.unsqueeze(-1) * s, torch.where(point.acts, nu, 0))
 
 
 class _KKTSolve(torch.autograd.Function):
