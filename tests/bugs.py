@@ -499,8 +499,8 @@ OPERATOR = [
     Bug(
         "gap of a search as if one vector had been asked for",
         "krylov/tasks.py",
-        "gaps = theta.diff(dim=-1).flip(-1)[:, self.copies - 1 : k : self.copies]",
-        "gaps = theta.diff(dim=-1).flip(-1)[:, self.copies - 1 : self.copies]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, first - 1 : k : self.copies]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, first - 1 : first]",
         "test_ied_solution.py::test_the_gap_is_that_of_the_vectors_asked_for",
     ),
     Bug(
@@ -880,8 +880,8 @@ PAIRS = [
     Bug(
         "gaps between skipped eigenvalues count",
         "krylov/tasks.py",
-        ".narrow(-1, 0, min(k, j - 1) - max(0, self.skip - 1))",
-        "",
+        "first = max(self.copies, self.skip)",
+        "first = self.copies",
         "test_pairs.py::test_gaps_between_skipped_eigenvalues_do_not_count",
     ),
 ]
@@ -1509,8 +1509,8 @@ BUGS = [
     Bug(
         "complex: phases are not differentiated",
         "layers/hermitian.py",
-        "    return y * (first.conj() / first.abs()).unsqueeze(-1)\n",
-        "    first = first.detach()\n    return y * (first.conj() / first.abs()).unsqueeze(-1)\n",
+        "    return (first.conj() / first.abs()).unsqueeze(-1)\n",
+        "    first = first.detach()\n    return (first.conj() / first.abs()).unsqueeze(-1)\n",
         "test_complex.py",
     ),
     Bug(
