@@ -838,7 +838,7 @@ PAIRS = [
     Bug(
         "rounding inside the span is divided by a gap",
         "gradients/eigenvectors.py",
-        "turn = torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)",
+        "turn = torch.where(turn.abs() <= rounding, 0, turn)",
         "",
         "test_projector.py::test_nearly_repeated_eigenvalues",
     ),

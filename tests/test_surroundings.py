@@ -399,7 +399,12 @@ def test_an_operator_of_another_library_is_wrapped():
 def test_arguments_are_looked_at_once(layer, monkeypatch):
     seen = []
     look = pmaf.errors.require_matrix
-    monkeypatch.setattr(pmaf.errors, "require_matrix", lambda *a: seen.append(a[0]) or look(*a))
+
+    def watched(*arguments, **options):
+        seen.append(arguments[0])
+        look(*arguments, **options)
+
+    monkeypatch.setattr(pmaf.errors, "require_matrix", watched)
     A, b = random(5, 4, 4), random(5, 4)
     pmaf.less(A, b) if layer == "less" else pmaf.ied(A, 2)
     assert seen == ["A"]

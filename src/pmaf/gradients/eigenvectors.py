@@ -31,7 +31,7 @@ from torch.autograd.functional import jacobian
 from pmaf.gradients.base import Gradient, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg import sphere
-from pmaf.linalg.products import frobenius, norm, symmetric_part
+from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain, require_eager
 from pmaf.tangent.bordered import State, Tensors, tangent_solve
@@ -107,7 +107,16 @@ def unknown(inside: Tensor, v: Tensor) -> Tensor:
     Divided by the difference of two eigenvalues that nearly repeat, such a product would be a
     large wrong number. For a function of the span of the vectors it stands for zero.
     """
-    return inside.abs() <= noise_tolerance(v.dtype) * norm(v).unsqueeze(-1)
+    return inside.abs() <= rounding_of(v).unsqueeze(-1)
+
+
+def rounding_of(v: Tensor) -> Tensor:
+    """A bound of the rounding of products of unit vectors with `v`, `(*, n)` to `(*,)`.
+
+    The squares of `v` may leave the range of the dtype.
+    """
+    size = one_if_zero(v.abs().amax(-1))
+    return noise_tolerance(v.dtype) * norm(v / size.unsqueeze(-1)) * size
 
 
 def normal_part(inside: Tensor, A: Tensor, values: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -139,9 +148,9 @@ def without(v: Tensor, y: Tensor, normal: Tensor, near: Tensor) -> Tensor:
     still, row = v.detach(), y.detach()
     inside = still @ row.mT
     turn = 0.5 * (inside - inside.mT)
-    length = norm(still)
-    length = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2))
-    turn = torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)
+    rounding = rounding_of(still)
+    rounding = torch.maximum(rounding.unsqueeze(-1), rounding.unsqueeze(-2))
+    turn = torch.where(turn.abs() <= rounding, 0, turn)
     v = v - normal @ y
     # Where little is left of v, what the projection leaves inside the span is rounding, too.
     for _ in range(2):

@@ -24,7 +24,6 @@ class VectorRace(Race):
     """One vector of each matrix, and the gradient of Σ cᵢ|yᵢ|²."""
 
     errors = ("vector error", "gradient error")
-    panel = Sweep("all sizes", lambda size: True)
     baseline: ClassVar[str]
     targets: ClassVar[Mapping[str, float]]  # the least time of the baseline over ours, by shape
     hermitian: ClassVar[bool] = True  # whether only that part of a gradient has a meaning
@@ -101,6 +100,7 @@ class NullspaceRace(VectorRace):
     )
     reduced = "one family, two shapes."
     axes = "batch×m×n"
+    panel = Sweep("batch 1000", lambda size: size[0] == 1000)
     baseline = "svd"
     hermitian = False
     competitors: ClassVar[Mapping[str, Competitor]] = {
@@ -148,6 +148,7 @@ class PairsRace(VectorRace):
     )
     reduced = "one family, one shape."
     axes = "batch×n"
+    panel = Sweep("batch 1000", lambda size: size[0] == 1000)
     baseline = "Cholesky and eigh"
     families = ("goe", "wishart", "laplacian")
     quick_families = ("goe",)
@@ -202,6 +203,7 @@ class HermitianRace(VectorRace):
     )
     reduced = "one family, one shape."
     axes = "batch×n"
+    panel = Sweep("batch 500", lambda size: size[0] == 500)
     baseline = "eigh"
     competitors: ClassVar[Mapping[str, Competitor]] = {
         "ours": Competitor(lambda A: (pmaf.ied(A).vectors,)),

@@ -215,12 +215,14 @@ inline long solve_complement(const Backward &p, long first, int filled,
     for (int i = 0; i <= j; ++i) {
       const R *v = z + j * stride, *w = z + i * stride, rise = values[j] - values[i];
       const R turn = all_of<R>(0.5) * (dot(v, y + i * stride, n) - dot(w, y + j * stride, n));
-      const R length = root(larger(dot(v, v, n), dot(w, w, n)));
-      const MaskOf<R> known = both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * length);
+      R most = none;  // the squares of v may overflow
+      for (int l = 0; l < n; ++l) most = larger(most, larger(size_of(v[l]), size_of(w[l])));
+      const MaskOf<R> known = both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * most);
       inside[i * k + j] = inside[j * k + i] =
           choose(known, turn / choose(rise == none, one, rise), none);
     }
-  // λI − S plus what makes it as large along y as it is elsewhere.
+  // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
+  // elsewhere.
   int nulls = 0;
   R *null = shifts + rows;
   const auto factor = [&](R shift) {
@@ -230,6 +232,8 @@ inline long solve_complement(const Backward &p, long first, int filled,
       row[r] += shift;
       for (int i = 0; i < k; ++i)
         add(row, (scale - (shift - values[i])) * y[i * stride + r], y + i * stride, n);
+      for (int i = 0; i < nulls; ++i)
+        add(row, scale * null[i * stride + r], null + i * stride, n);
     }
     S::factor(K, n, stride, inverse, all_of<R>(EPS) * scale);
   };
@@ -238,12 +242,10 @@ inline long solve_complement(const Backward &p, long first, int filled,
     for (int i = 0; i < nulls; ++i) orthogonal_to(x, null + i * stride, n);
   };
   for (int j = 0; j < rows && p.v; ++j) {
-    bool fresh = j == 0;
+    bool fresh = j == 0 || nulls > 0;
     for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
-    if (fresh) {
-      nulls = 0;
-      factor(shifts[j]);
-    }
+    nulls = 0;
+    if (fresh) factor(shifts[j]);
     R *row = z + j * stride;
     clear(row);
     for (int i = 0; i < n; ++i) right[i] = row[i];
@@ -253,7 +255,6 @@ inline long solve_complement(const Backward &p, long first, int filled,
       clear(row);
       // ‖K⁻¹z‖/‖z‖ is a lower bound of 1/gap, close to it where a small gap matters. If the gap is
       // rounding, K⁻¹z is a null vector: there is no derivative along it, and z gets no part along it.
-      // It is one of the computed factors, too, so that they serve for its complement.
       for (int i = 0; i < n; ++i) again[i] = row[i];
       S::solve(K, n, stride, inverse, again);
       clear(again);
@@ -269,6 +270,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       for (int i = 0; i < n; ++i) next[i] = again[i] * length;
       for (int i = n; i < stride; ++i) next[i] = none;
       ++nulls;
+      factor(shifts[j]);
       for (int i = 0; i < n; ++i) row[i] = right[i];
     }
     for (int i = 0; i < k && coupled; ++i) add(row, inside[i * k + j], y + i * stride, n);
