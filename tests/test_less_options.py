@@ -335,6 +335,27 @@ def test_the_solution_of_zero_inside_of_a_ball():
             assert torch.isfinite(x).all()
 
 
+@pytest.mark.parametrize("use", [("radius", "weights"), ("radius", "M", "weights")], ids=str)
+def test_null_vectors(use):
+    """With b = 0 it is the vector of the smallest (generalised) singular value."""
+    A, _, rho, M, w = problems(7, 4)
+    b, start = torch.zeros(3, 7, dtype=T), randn(3, 4, seed=5)
+    w[:, 2] = 0
+    inputs = [x.requires_grad_() for x in (A, rho, M)]
+
+    def call(A, rho, M):
+        found = pmaf.solve(posed(A, b, rho, M, w, False, use), init=start)
+        return found.value, found.multiplier
+
+    _, mu = call(*inputs)
+    metric = M if "M" in use else torch.eye(4, dtype=T)
+    pairs = torch.linalg.eigvals(torch.linalg.solve(metric, A.mT @ (w.unsqueeze(-1) * A)))
+    torch.testing.assert_close(mu, -pairs.real.amin(-1))
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs, fast_mode=True)
+    assert (pmaf.solve(posed(A, b, rho, M, w, False, use)).gap == 0).all()
+
+
 def test_only_a_symmetric_part_counts():
     A, b, rho, M, w = (x[1] for x in problems(6, 4))
     skew = randn(4, 4, seed=9)
