@@ -203,15 +203,26 @@ inline long solve_complement(const Backward &p, long first, int filled,
   // function of the span it is zero, and two eigenvalues may be close.
   const bool coupled = p.v && !p.shift && k > 1;
   R *inside = shifts + rows + NULLS * stride;
+  // The lengths of v, in units in which no square overflows, wait on the diagonal.
+  for (int j = 0; j < k && coupled; ++j) {
+    const R *v = z + j * stride;
+    R most = all_of<R>(1e-300), square = none;
+    for (int i = 0; i < n; ++i) most = larger(most, size_of(v[i]));
+    for (int i = 0; i < n; ++i) square += (v[i] / most) * (v[i] / most);
+    inside[j * k + j] = most * root(square);
+  }
   for (int j = 0; j < k && coupled; ++j)
-    for (int i = 0; i <= j; ++i) {
-      const R *v = z + j * stride, *w = z + i * stride, rise = values[j] - values[i];
-      const R turn = all_of<R>(0.5) * (dot(v, y + i * stride, n) - dot(w, y + j * stride, n));
-      const R length = root(larger(dot(v, v, n), dot(w, w, n)));
-      const MaskOf<R> known = both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * length);
+    for (int i = 0; i < j; ++i) {
+      const R rise = values[j] - values[i], half = all_of<R>(0.5);
+      const R turn = half * dot(z + j * stride, y + i * stride, n) -
+                     half * dot(z + i * stride, y + j * stride, n);
+      const R length = larger(inside[i * k + i], inside[j * k + j]);
+      const MaskOf<R> known =
+          both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * length);
       inside[i * k + j] = inside[j * k + i] =
           choose(known, turn / choose(rise == none, one, rise), none);
     }
+  for (int j = 0; j < k && coupled; ++j) inside[j * k + j] = none;
   // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
   // elsewhere.
   int nulls = 0;
