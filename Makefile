@@ -3,7 +3,7 @@ BIN := .venv/bin
 # What runs a second time without compiled kernels, as it would on a machine without a compiler.
 PLAIN := tests/test_ied_small.py tests/test_ied_solution.py tests/test_ied_repeated.py tests/test_less_solution.py tests/test_less_traps.py tests/test_range.py
 
-.PHONY: demo test test-plain test-sanitized test-long test-portable test-versions mutants bench lint format clean
+.PHONY: demo test test-plain test-sanitized test-clients test-long test-portable test-versions mutants bench lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
@@ -17,6 +17,10 @@ test-plain: .venv/ready
 
 test-sanitized: .venv/ready
 	$(BIN)/python -m tests.sanitized
+
+test-clients: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt kornia
+	$(BIN)/python -m pytest tests/test_clients.py
 
 test-long: .venv/ready
 	$(BIN)/python -m pytest -m long -s

@@ -499,8 +499,8 @@ OPERATOR = [
     Bug(
         "gap of a search as if one vector had been asked for",
         "krylov/tasks.py",
-        "gaps = theta.diff(dim=-1)[:, -k:]",
-        "gaps = theta.diff(dim=-1)[:, -1:]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, first - 1 : k : self.copies]",
+        "gaps = theta.diff(dim=-1).flip(-1)[:, first - 1 : first]",
         "test_ied_solution.py::test_the_gap_is_that_of_the_vectors_asked_for",
     ),
     Bug(
@@ -873,8 +873,8 @@ PAIRS = [
     Bug(
         "gaps between skipped eigenvalues count",
         "krylov/tasks.py",
-        ".narrow(-1, 0, min(k, j - 1) - max(0, self.skip - 1))",
-        "",
+        "first = max(self.copies, self.skip)",
+        "first = self.copies",
         "test_pairs.py::test_gaps_between_skipped_eigenvalues_do_not_count",
     ),
 ]
@@ -1261,8 +1261,8 @@ SOLVERS = [
     Bug(
         "dense: gap of the smallest",
         "solvers/dense.py",
-        "gap=gap_of(values.detach().flip(-1), k, problem.skip) if report else unknown,",
-        "gap=gap_of(values.detach(), k, problem.skip).abs() if report else unknown,",
+        "gap=gap_of(values.detach().flip(-1), problem) if report else unknown,",
+        "gap=gap_of(values.detach(), problem).abs() if report else unknown,",
         "test_ied_solution.py test_ied_gradients.py::"
         "test_finite_through_a_repeated_requested_eigenvalue",
     ),
@@ -1499,4 +1499,134 @@ BUGS = [
         "True",
         "test_transforms.py::test_cell",
     ),
+    Bug(
+        "complex: phases are not differentiated",
+        "layers/hermitian.py",
+        "    return (first.conj() / first.abs()).unsqueeze(-1)\n",
+        "    first = first.detach()\n    return (first.conj() / first.abs()).unsqueeze(-1)\n",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: the incoming gradient turns the other way",
+        "layers/hermitian.py",
+        "return v + torch.complex(torch.zeros_like(turn), turn)",
+        "return v - torch.complex(torch.zeros_like(turn), turn)",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: mixed pairs are taken as they are",
+        "layers/hermitian.py",
+        "    if mixed.any():\n",
+        "    if False:\n",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: a smaller eigenvalue may take the place of a larger one",
+        "linalg/embedding.py",
+        "taken = (length[:, 0, 0].square() >= 1 / (k + 1)) & (count < k)",
+        "taken = (length[:, 0, 0].square() >= 0.99) & (count < k)",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: the gap is that within a pair",
+        "layers/hermitian.py",
+        "    copies: ClassVar[int] = 2\n",
+        "    copies: ClassVar[int] = 1\n",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: a transpose without conjugation",
+        "operators/low_rank.py",
+        "return (rows @ self.left.mH) @ self.right.conj()",
+        "return (rows @ self.left.mT) @ self.right",
+        "test_complex.py",
+    ),
+    Bug(
+        "complex: no second direction for a vector orthogonal to the reference",
+        "layers/hermitian.py",
+        "second = (sphere.references(y.real)[1] * y).sum(-1)",
+        "second = last.neg()",
+        "test_complex.py",
+    ),
 ]
+
+FUNCTIONS = [
+    Bug(
+        "spectral: a quadrature is trusted where both rules miss something",
+        "linalg/divided_differences.py",
+        "same | (settled & agrees)",
+        "same | settled",
+        "test_spectral.py::TestDividedDifferences",
+    ),
+    Bug(
+        "spectral: the quotient is taken for close points",
+        "linalg/divided_differences.py",
+        "same | (settled & agrees)",
+        "same",
+        "test_spectral.py::TestDividedDifferences",
+    ),
+    Bug(
+        "spectral: the part between group and rest is not doubled",
+        "linalg/matrix_function.py",
+        "2 * outer @ others.mT",
+        "outer @ others.mT",
+        "test_spectral.py::TestDerivatives::test_first_and_second",
+    ),
+    Bug(
+        "spectral: an infinite quotient between equal eigenvalues",
+        "linalg/matrix_function.py",
+        "apart = gap.abs() > self.rounding(values).unsqueeze(-1)",
+        "apart = gap.abs() >= 0",
+        "test_spectral.py::TestDerivatives::test_a_group_that_is_not_apart",
+    ),
+    Bug(
+        "spectral: roots of rounding",
+        "linalg/divided_differences.py",
+        "torch.where(x < -rounding, torch.nan, 0)",
+        "torch.where(x < -rounding, torch.nan, x.abs())",
+        "test_spectral.py::TestDerivatives test_spectral.py::TestErrors",
+    ),
+    Bug(
+        "spectral: gradients of parameters are constant in the matrix",
+        "autograd/spectral.py",
+        "if needs_slopes and torch.is_grad_enabled():",
+        "if False:",
+        "test_spectral.py::TestParameters",
+    ),
+    Bug(
+        "spectral: a third derivative without the part of the parameters",
+        "autograd/spectral.py",
+        "torch.zeros_like(direction), _Last.apply(dA, A), None",
+        "torch.zeros_like(direction), dA, None",
+        "test_spectral.py::TestParameters",
+    ),
+    Bug(
+        "spectral: forward mode is of the first order",
+        "autograd/spectral.py",
+        "transforms_around(A) + 1",
+        "2",
+        "test_spectral.py::TestDerivatives::test_forward_mode",
+    ),
+    Bug(
+        "spectral: a trace of torch.func takes the Function",
+        "layers/spectral.py",
+        "if traced or forward_mode",
+        "if forward_mode",
+        "test_spectral.py::test_transforms_inside_a_trace",
+    ),
+    Bug(
+        "spectral: autograd around a trace is not counted",
+        "runtime/modes.py",
+        "return max(count, 1) + 1",
+        "return max(count, 1)",
+        "test_spectral.py::test_autograd_around_a_transform_in_a_trace",
+    ),
+    Bug(
+        "spectral: autograd outside of forward mode is not counted",
+        "runtime/modes.py",
+        "tangent is not None) + x.requires_grad",
+        "tangent is not None)",
+        "test_spectral.py::TestDerivatives::test_forward_mode_inside_reverse_mode",
+    ),
+]
+BUGS += FUNCTIONS

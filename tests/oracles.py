@@ -75,3 +75,57 @@ def differences(function, x: torch.Tensor, step: float = 1e-6) -> torch.Tensor:
         down[index] -= step
         gradient[index] = (function(up) - function(down)) / (2 * step)
     return gradient
+
+
+def exact_constrained(
+    A: np.ndarray,
+    b: np.ndarray,
+    radius: float,
+    M: np.ndarray,
+    weights: np.ndarray,
+    v: np.ndarray,
+    ball: bool,
+) -> tuple[np.ndarray, ...]:
+    """Minimiser of `½Σ wᵢ(aᵢu − bᵢ)²` on the ellipsoid `uᵀMu = ρ²`, or in it, in 50 digits.
+
+    Returns the gradients of `vᵀu` in A, b, ρ, M and w as well. For matrices of full column rank,
+    outside the hard case.
+    """
+    A_, b_, M_ = (mp.matrix(x.tolist()) for x in (A, b, M))
+    w_, v_, rho = mp.matrix(weights.tolist()), mp.matrix(v.tolist()), mp.mpf(float(radius))
+    m, n = A_.rows, A_.cols
+    W = mp.diag(list(w_))
+    H, g = A_.T * W * A_, A_.T * W * b_
+
+    def at(mu: mpmath.mpf) -> mpmath.matrix:
+        return mp.lu_solve(H + mu * M_, g)
+
+    def length(u: mpmath.matrix) -> mpmath.mpf:
+        return mp.sqrt((u.T * M_ * u)[0])
+
+    inverse = mp.inverse(mp.cholesky(M_))
+    lowest = mp.eigsy(inverse * H * inverse.T, eigvals_only=True)[0]
+    mu = mp.mpf(0)
+    acts = not ball or length(at(mu)) > rho
+    if acts:
+        low, high = mp.mpf(0), mp.norm(inverse * g) / rho
+        for _ in range(250):
+            middle = (low + high) / 2
+            low, high = (middle, high) if length(at(middle - lowest)) > rho else (low, middle)
+        mu = (low + high) / 2 - lowest
+    u = at(mu)
+    K = mp.zeros(n + 1)
+    K[:n, :n] = H + mu * M_
+    border = M_ * u
+    for i in range(n):
+        K[i, n] = K[n, i] = border[i] if acts else 0
+    K[n, n] = 0 if acts else 1
+    solved = mp.lu_solve(K, mp.matrix([*v_, 0]))
+    z, nu = mp.matrix(solved[:n]), solved[n]
+    r, image = A_ * u - b_, A_ * z
+    dA = -(W * (r * z.T + image * u.T))
+    dM = -mu * (z * u.T + u * z.T) / 2 - nu * u * u.T / 2
+    dw = mp.matrix([-r[i] * image[i] for i in range(m)])
+    found = ((u, (n,)), (dA, (m, n)), (W * image, (m,)), (mp.matrix([nu * rho]), ()))
+    found += ((dM, (n, n)), (dw, (m,)))
+    return tuple(np.array(x.tolist(), dtype=np.float64).reshape(shape) for x, shape in found)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import pmaf
-from pmaf.operators import FromMatvec, Gram, LowRank, Matrix
+from pmaf.operators import Diagonal, FromMatvec, Gram, LowRank, Matrix
 from pmaf_lab.experiments.measure import peak_bytes
 from tests.quadratic import SphereQuadratic
 
@@ -59,7 +59,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
+def complex_randn(*shape: int) -> Tensor:
+    return torch.complex(randn(*shape), randn(*shape, seed=9))
+
+
 def weights(x: Tensor) -> Tensor:
+    if x.is_complex():
+        angles = torch.arange(x.numel(), dtype=F64)
+        return torch.polar(torch.ones_like(angles), angles).reshape(x.shape)
     return torch.cos(torch.arange(x.numel(), dtype=x.dtype)).reshape(x.shape)
 
 
@@ -77,7 +84,7 @@ def everywhere(x: Tensor) -> Tensor:
 def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     """Of a loss that every rank computes from the solution that it has."""
     plain = [x.to_local() if isinstance(x, DTensor) else x for x in outputs]
-    loss = torch.stack([(weights(x) * x).sum() for x in plain]).sum()
+    loss = torch.stack([torch.real((weights(x) * x).sum()) for x in plain]).sum()
     found = torch.autograd.grad(loss, leaves)
     for dx, x in zip(found, leaves):
         if isinstance(x, DTensor):
@@ -147,6 +154,15 @@ def least_squares_of_zero(mesh: DeviceMesh | None) -> list[Tensor]:
     return least_squares(mesh, 0.0)
 
 
+def least_squares_in_a_ball(mesh: DeviceMesh | None) -> list[Tensor]:
+    """A matrix that is spread, with weights; in the large ball the solution is inside."""
+    A, b, w = by_rows(randn(50, 8), mesh), randn(50, seed=1), randn(50, seed=2).square()
+    leaves = [A, b.requires_grad_(), w.requires_grad_()]
+    problems = [pmaf.SphereLeastSquares(A, b, rho, True, None, w) for rho in (0.1, 9.0)]
+    small, large = (pmaf.solve(problem) for problem in problems)
+    return gradients([small.value, small.multiplier, large.value], leaves)
+
+
 def declared(mesh: DeviceMesh | None) -> list[Tensor]:
     """A problem that the library does not know, with an operator that is spread."""
     X, c = by_rows(randn(53, 12), mesh), randn(12, seed=3).requires_grad_()
@@ -154,8 +170,42 @@ def declared(mesh: DeviceMesh | None) -> list[Tensor]:
     return gradients([solution.value, solution.multiplier], [X, c])
 
 
+def gram_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = by_rows(complex_randn(53, 6), mesh)
+    return gradients(list(pmaf.ied(Gram(X, scale=1 / 52), k=2)), [X])
+
+
+def square_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(complex_randn(7, 7), mesh)
+    return gradients(list(pmaf.ied(A, largest=False)), [A])
+
+
+def least_squares_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, b = by_rows(complex_randn(53, 6), mesh), by_rows(complex_randn(53), mesh)
+    return gradients([pmaf.less(A, b, radius=1.3)], [A, b])
+
+
+def null_space(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, w = by_rows(randn(53, 12), mesh), by_rows(randn(53, seed=1).square(), mesh)
+    return gradients([pmaf.nullspace(A, weights=w)], [A, w])
+
+
+def triplets(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(53, 12), mesh)
+    return gradients(list(pmaf.isvd(A, 2)), [A])
+
+
+def triplets_wide(mesh: DeviceMesh | None) -> list[Tensor]:
+    A = by_rows(randn(12, 53), mesh, dim=1)
+    return gradients(list(pmaf.isvd(A)), [A])
+
+
 ROWS = (
+    null_space,
+    triplets,
+    triplets_wide,
     declared,
+    least_squares_in_a_ball,
     gram,
     gram_three,
     gram_smallest,
@@ -167,14 +217,34 @@ ROWS = (
     least_squares_inner,
     least_squares_outer,
     least_squares_of_zero,
+    gram_complex,
+    square_complex,
+    least_squares_complex,
 )
 
 
 def whole_loss(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     """Of a loss over a batch of which every rank has a part: DTensors all the way."""
-    loss = torch.stack([x.pow(3).sum() for x in outputs]).sum()
+    loss = torch.stack([_cubes(x) for x in outputs]).sum()
     found = torch.autograd.grad(loss, leaves)
     return [everywhere(x) for x in (*outputs, *found)]
+
+
+def _cubes(x: Tensor) -> Tensor:
+    """The sum of third powers, also of real and imaginary parts, by operations of DTensors."""
+    return x.pow(3).sum() if not x.is_complex() else (x - 0.5j).abs().pow(3).sum()
+
+
+def batch_of_hermitian(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, reference = by_rows(complex_randn(5, 4, 4), mesh), complex_randn(5, 4)
+    found = whole_loss(list(pmaf.ied(A, k=2, reference=reference)), [A])
+    assert mesh is None or pmaf.ied(A).vectors.placements == (Shard(0),)
+    return found
+
+
+def batch_of_complex_problems(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, b = by_rows(complex_randn(5, 8, 3), mesh), by_rows(complex_randn(5, 8), mesh)
+    return whole_loss([pmaf.less(A, b)], [A, b])
 
 
 def batch_of_declared(mesh: DeviceMesh | None) -> list[Tensor]:
@@ -188,6 +258,12 @@ def batch_of_matrices(mesh: DeviceMesh | None) -> list[Tensor]:
     found = whole_loss(list(pmaf.ied(A, k=2)), [A])
     assert mesh is None or pmaf.ied(A).vectors.placements == (Shard(0),)
     return found
+
+
+def batch_of_roots(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = randn(5, 4, 4)
+    A = by_rows(X @ X.mT + torch.eye(4, dtype=F64), mesh)
+    return whole_loss([pmaf.spectral(A, "sqrt"), pmaf.spectral(A, torch.tanh, 2)], [A])
 
 
 def batch_with_references(mesh: DeviceMesh | None) -> list[Tensor]:
@@ -208,12 +284,42 @@ def batch_with_one_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
     return whole_loss([pmaf.less(A, b)], [A, b])
 
 
+def batch_of_null_spaces(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, w = by_rows(randn(5, 8, 4), mesh), by_rows(randn(5, 8, seed=1).square(), mesh)
+    return whole_loss([pmaf.nullspace(A, 2, weights=w)], [A, w])
+
+
+def batch_of_triplets(mesh: DeviceMesh | None) -> list[Tensor]:
+    A, reference = by_rows(randn(5, 3, 8), mesh), randn(5, 8, seed=1)
+    return whole_loss(list(pmaf.isvd(A, 2, reference=reference)), [A])
+
+
+def batch_with_options(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Everything that has a batch is spread; the matrix of the ellipsoid is on every rank."""
+    A, b = by_rows(randn(5, 8, 3), mesh), by_rows(randn(5, 8, seed=1), mesh)
+    rho, w = by_rows(randn(5, seed=2).exp(), mesh), by_rows(randn(5, 8, seed=3).abs(), mesh)
+    X = randn(3, 3, seed=4)
+    M = (X @ X.mT + torch.eye(3, dtype=F64)).requires_grad_()
+    if mesh is not None:
+        M = distribute_tensor(M.detach(), mesh, [Replicate()]).requires_grad_()
+    d = by_rows(randn(5, 3, seed=5).exp(), mesh)
+    inside = pmaf.solve(pmaf.SphereLeastSquares(A, b, rho, True, M, w))
+    outside = pmaf.less(A, b, radius=rho, weights=w, M=Diagonal(d))
+    return whole_loss([inside.value, inside.multiplier, outside], [A, b, rho, M, w, d])
+
+
 BATCHES = (
+    batch_of_null_spaces,
+    batch_of_triplets,
+    batch_with_options,
     batch_of_declared,
     batch_of_matrices,
+    batch_of_roots,
     batch_with_references,
     batch_of_problems,
     batch_with_one_matrix,
+    batch_of_hermitian,
+    batch_of_complex_problems,
 )
 
 

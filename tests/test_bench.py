@@ -122,6 +122,35 @@ def test_the_truth_about_eigenvectors_is_that_of_autograd(family, k):
     torch.testing.assert_close(truth["gradient"], 0.5 * (G + G.mT), rtol=1e-6, atol=1e-9)
 
 
+def derivative(function, x):
+    """Of a real function of `x`, by central differences; in torch's convention if complex."""
+    found, step = torch.zeros_like(x), 1e-6
+    for i in range(x.numel()):
+        for unit in (1, 1j) if x.is_complex() else (1,):
+            move = torch.zeros_like(x)
+            move.view(-1)[i] = unit * step
+            found.view(-1)[i] += unit * (function(x + move) - function(x - move)) / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("name", ["nullspace", "pairs", "hermitian"])
+def test_the_truth_about_other_problems_is_that_of_differences(name):
+    (race,) = BENCHMARKS.choose([name])
+    task = race.task(race.families[-1], [1, 7, 5] if name == "nullspace" else [1, 5], CPU)
+    wide = [x.detach().to(torch.promote_types(x.dtype, torch.float64)) for x in task.inputs]
+    c = task.c.double()
+    _, gradient, simple = race.exact(tuple(wide), c)
+    assert simple.all()
+
+    def loss(x):
+        x = 0.5 * (x + x.mH) if race.hermitian else x
+        y, _, _ = race.exact((x, *wide[1:]), c)
+        return float(race.loss((y,), c))
+
+    wanted = derivative(loss, wide[0])
+    assert (gradient - wanted).norm() <= 1e-6 * wanted.norm()
+
+
 # One small shape of every race.
 RACES = {
     "less": [2, 6, 3],
@@ -132,6 +161,9 @@ RACES = {
     "ied-k": [2, 20],
     "ied-nonsymmetric": [2, 20],
     "ied-crossover": [2, 40],
+    "nullspace": [2, 8, 9],
+    "pairs": [2, 12],
+    "hermitian": [2, 6],
 }
 
 

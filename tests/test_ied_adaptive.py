@@ -116,7 +116,14 @@ def test_a_batch_of_which_one_has_to_be_decomposed(k, other, ways):
     rest = torch.linspace(1, -1, 87).tolist()
     A = torch.stack([with_eigenvalues([3.0, 2.5, 2.0, *rest], seed) for seed in range(4)])
     A[2] = with_eigenvalues([*other, *rest][:90], 7)
-    same(A, k, factor=1e9)
+    found, expected = outputs(A, k), outputs(A, k, solver=Dense())
+    torch.testing.assert_close(found[0], expected[0])
+    # Rounding of A decides the vectors of its equal eigenvalues, and whether they count as equal.
+    simple = torch.tensor([0, 1, 3])
+    for x, y in zip(found[1:], expected[1:], strict=True):
+        tolerance = 1e3 * torch.finfo(T).eps * float(y[simple].abs().max())
+        torch.testing.assert_close(x[simple], y[simple], rtol=0, atol=tolerance)
+    assert found[2].isfinite().all()
     problem = pmaf.PrincipalEigenvectors(A, k)
     solution = pmaf.solve(problem, solver=EAGER)
     # The report is of the decomposition, not of the attempt before it.

@@ -15,6 +15,9 @@ from tests.transforms import COLUMNS, ROWS, Column, excused, page
 pytestmark = [
     # Tracing and compiling raise torch's own deprecation warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # torch compiles no code for complex numbers, and runs its own kernels.
+    pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning"),
     # One of the solvers takes all its steps, and says so.
     pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning"),
 ]
@@ -33,7 +36,7 @@ def test_cell(row, column, caplog):
             assert column.takes in solves
             assert solves <= known
         return
-    with pytest.raises(Exception, match=r"eager mode only|rule for reverse mode"):
+    with pytest.raises(Exception, match=r"eager mode only|rule for reverse mode|complex64 or"):
         row.check(column)
 
 
@@ -147,3 +150,21 @@ def test_data_loader_workers(context):
     expected = [torch.stack(parts) for parts in zip(*(_Solutions()[i] for i in range(4)))]
     for x, y in zip(found, expected):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("layer", ["ied", "less", "nullspace"])
+def test_second_derivatives_inside_a_trace_are_an_error(layer):
+    """A trace would record zeros for them."""
+    A, b = torch.diag(torch.tensor([3.0, 2.0, 1.0])) + 0.1, torch.ones(3)
+
+    def loss(A):
+        A = 2 * A
+        if layer == "ied":
+            return pmaf.ied(A).vectors[0]
+        return pmaf.less(A, b)[0] if layer == "less" else pmaf.nullspace(A)[0]
+
+    torch._dynamo.reset()
+    second = torch.func.jacrev(torch.func.jacrev(loss))
+    assert second(A).abs().max() > 0
+    with pytest.raises(Exception, match="cannot trace second derivatives"):
+        torch.compile(second, fullgraph=True, backend="eager")(A)

@@ -48,9 +48,11 @@ class Column:
     eager_only: bool = False  # cannot be traced or mapped
     eager_backward: bool = False  # its backward pass cannot
     reverse_only: bool = False  # rules for reverse mode
+    no_half: bool = False  # complex numbers have no short dtype that is supported
     tolerance: float = 1e-8
     takes: str | None = None  # the way that every solve has to take, as it is logged
     takes_forward: str | None = None  # the way that it takes in forward mode, if that is another
+    printed: tuple[str, ...] = ("solver=", "gradient=")  # what the module prints
 
     def loss(self, *inputs: Tensor) -> Tensor:
         out = self.call(*inputs)
@@ -75,6 +77,33 @@ def _less(name: str, **options: Any) -> Column:
         lambda: (_seeded(4, 5, 3), _seeded(4, 5).flip(0)),
         **flags,
     )
+
+
+class Constrained(nn.Module):
+    """Weighted least squares in or on an ellipsoid; the last input is turned into its matrix."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer = pmaf.LESS(**options)
+
+    def forward(self, A: Tensor, b: Tensor, w: Tensor, rho: Tensor, X: Tensor) -> Tensor:
+        # Not a product of matrices, which autocast would round.
+        M = (X.unsqueeze(-1) * X.unsqueeze(-2)).sum(-3) / 4 + torch.eye(3).to(X)
+        weights = w * w  # none negative, and one of them zero
+        options = {"ball": self.layer.ball, "solver": self.layer.solver}
+        return pmaf.less(A, b, radius=rho.exp().squeeze(-1), M=M, weights=weights, **options)
+
+
+def _constrained(name: str, **options: Any) -> Column:
+    """Some of the solutions in a ball are inside of it."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        A, w = _seeded(4, 5, 3), _seeded(4, 5) * (torch.arange(5) != 2)
+        b = _seeded(4, 5).flip(0) * torch.tensor([0.1, 2.0, 0.3, 4.0], dtype=T).unsqueeze(-1)
+        return A, b, w, _seeded(4, 1) / 4, _seeded(4, 4, 3)
+
+    layer = Constrained(**options)
+    return Column(name, lambda *x: layer(*x), lambda: Constrained(**options), inputs)
 
 
 def _ied(name: str, k: int | None = None, **options: Any) -> Column:
@@ -118,6 +147,84 @@ def _paired(name: str, diagonal: bool, k: int | None = None, skip: int = 0) -> C
         return A, M.diagonal(dim1=-2, dim2=-1).contiguous() if diagonal else M
 
     return Column(name, call, lambda: Paired(k, skip), inputs)
+
+
+class Complex(nn.Module):
+    """A layer on complex matrices, as a function of their real and imaginary parts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, real: Tensor, imaginary: Tensor) -> Tensor:
+        if real.dtype == torch.bfloat16:  # of which torch has no complex numbers
+            real, imaginary = real.half(), imaginary.half()
+        A = torch.view_as_complex(torch.stack([real, imaginary], -1))
+        if isinstance(self.layer, pmaf.LESS):
+            return torch.view_as_real(self.layer(A[..., 1:], 2 * A[..., 0])).flatten(-2)
+        values, vectors = self.layer(A)
+        several = values.dim() > A.dim() - 2
+        parts = torch.view_as_real(vectors.mT if several else vectors).flatten(-2)
+        return parts + values.unsqueeze(-1)
+
+
+def _complex(name: str, layer: Callable[[], nn.Module]) -> Column:
+    return Column(
+        name,
+        Complex(layer()),
+        lambda: Complex(layer()),
+        lambda: (_seeded(4, 4, 4) + torch.diag(torch.arange(4.0, dtype=T)), _seeded(4, 4, 4).mT),
+        no_half=True,
+    )
+
+
+def _spectral(name: str, function: Any, k: int | None = None, **options: Any) -> Column:
+    """Positive definite matrices, in which float16 keeps the eigenvalues apart."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        X = _seeded(4, 4, 6)
+        return (X @ X.mT / 6 + torch.diag(torch.arange(1.0, 5.0, dtype=T)),)
+
+    return Column(
+        name,
+        lambda A: pmaf.spectral(A, function, k, **options),
+        lambda: pmaf.Spectral(function, k, **options),
+        inputs,
+        printed=("function=", "k=", "largest="),
+    )
+
+
+class NullSpace(nn.Module):
+    """`pmaf.nullspace` as a function of the space if there are several vectors."""
+
+    def __init__(self, k: int | None) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
+        found = pmaf.nullspace(A, self.k, weights=weights[0] if weights else None)
+        return found if self.k is None else (found.unsqueeze(-2) * found.unsqueeze(-3)).sum(-1)
+
+    def extra_repr(self) -> str:
+        return "solver=Auto(), gradient=Implicit()"
+
+
+class Triplets(NullSpace):
+    """`pmaf.isvd`, all three tensors in one."""
+
+    def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
+        left, values, right = pmaf.isvd(A, self.k)
+        if self.k is None:
+            left, values, right = left.unsqueeze(-1), values.unsqueeze(-1), right.unsqueeze(-1)
+        return torch.cat([left, values.unsqueeze(-2), right], -2)
+
+
+def _singular(name: str, kind: type[NullSpace], k: int | None, *shape: int) -> Column:
+    def inputs() -> tuple[Tensor, ...]:
+        A = _seeded(4, *shape)
+        return (A, 0.5 + _seeded(4, shape[0]).abs()) if "weights" in name else (A,)
+
+    return Column(name, kind(k), lambda: kind(k), inputs)
 
 
 class Family(nn.Module):
@@ -235,6 +342,8 @@ PATIENT = ProjectedGradient(regulariser=1e-30, tolerance=0.0, max_iterations=300
 
 COLUMNS = [
     _less("less"),
+    _constrained("less, radius, M, weights"),
+    _constrained("less, ball, radius, M, weights", ball=True),
     # A problem that the library does not know, declared by its force and its curvature.
     Column(
         "declared",
@@ -253,6 +362,9 @@ COLUMNS = [
     _paired("ied, k=2, M, skip=1", False, 2, 1),
     _paired("ied, k=2, diagonal M", True, 2),
     _ied("ied, nonsymmetric", symmetric=False),
+    _complex("ied, complex", pmaf.IED),
+    _complex("ied, k=2, complex", lambda: pmaf.IED(2, largest=False)),
+    _complex("less, complex", pmaf.LESS),
     _ied("ied, Lanczos", 2, solver=Lanczos()),
     _ied("ied, PowerIteration", solver=PowerIteration(iterations=5000)),
     _ied("ied, SimultaneousIteration", 2, solver=SimultaneousIteration(iterations=5000)),
@@ -260,6 +372,12 @@ COLUMNS = [
     _ied("ied, IFT", gradient=IFT(), reverse_only=True),
     _ied("ied, IFT J", gradient=IFT(exploit=False), eager_backward=True, reverse_only=True),
     _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
+    # Of the bottom eigenpairs and a function without a name, which takes all of the code.
+    _spectral("spectral", torch.nn.functional.softplus, 2, largest=False),
+    _singular("nullspace, weights", NullSpace, None, 5, 3),
+    _singular("nullspace, wide, k=2", NullSpace, 2, 3, 5),
+    _singular("isvd", Triplets, None, 5, 3),
+    _singular("isvd, wide, k=2", Triplets, 2, 3, 5),
 ]
 
 
@@ -483,8 +601,7 @@ def check_round_trip(column: Column) -> None:
     for clone in clones:
         close([clone(*inputs).detach()], [expected.detach()], column)
         assert repr(clone) == repr(module)
-    assert "solver=" in repr(module)
-    assert "gradient=" in repr(module)
+    assert all(word in repr(module) for word in column.printed)
 
 
 def check_threads(column: Column) -> None:
@@ -513,6 +630,7 @@ class Row:
     traces: bool = False  # compiles, exports or maps: not for what is eager only
     forwards_only: bool = False  # without a backward pass
     forward: bool = False  # propagates tangents: not for rules of reverse mode
+    half: bool = False  # in short floats
 
 
 ROWS = [
@@ -527,7 +645,7 @@ ROWS = [
     Row("`torch.compile` of a module in a training step", check_module_step, traces=True),
     Row("`torch.export`", check_export, traces=True, forwards_only=True),
     Row("`torch.autocast`", check_autocast),
-    Row("float16 and bfloat16, loss scaling", check_half),
+    Row("float16 and bfloat16, loss scaling", check_half, half=True),
     Row("`no_grad`, `inference_mode`, `checkpoint`, one input only", check_modes),
     Row("fake and meta tensors", check_fake, traces=True, forwards_only=True),
     Row("`deepcopy`, `pickle`, `torch.save`, `state_dict`, `repr`", check_round_trip),
@@ -538,7 +656,8 @@ ROWS = [
 def excused(row: Row, column: Column) -> bool:
     """Whether this cell raises an error instead of working."""
     eager = column.eager_only or (column.eager_backward and not row.forwards_only)
-    return (row.traces and eager) or (row.forward and column.reverse_only)
+    forward = row.forward and column.reverse_only
+    return (row.traces and eager) or forward or (row.half and column.no_half)
 
 
 def page() -> str:

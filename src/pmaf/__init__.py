@@ -4,13 +4,17 @@ Layers whose forward pass solves an optimisation problem and whose backward pass
 differentiates the solution implicitly:
 
 * `less`, least squares with the solution on a sphere;
-* `ied`, implicit eigen decomposition: the top eigenvectors of a matrix.
+* `ied`, implicit eigen decomposition: the top eigenvectors of a matrix;
+* `spectral`, functions of a symmetric matrix, such as its square root.
 """
 
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
+from pmaf.layers.isvd import SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
+from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
+from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 
@@ -24,15 +28,21 @@ __all__ = [
     "ConvergenceWarning",
     "Eigenpairs",
     "PrincipalEigenvectors",
+    "PrincipalSingularVectors",
     "Problem",
+    "SingularTriplets",
     "Solution",
+    "Spectral",
     "SphereLeastSquares",
     "certify",
     "gradients",
     "ied",
+    "isvd",
     "less",
     "metrics",
+    "nullspace",
     "operators",
     "solve",
     "solvers",
+    "spectral",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.krylov.tasks import unit_rows
+from pmaf.krylov.tasks import Dominant, Largest, unit_rows
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, long_norm, norm, one_if_zero, symmetric_part
 from pmaf.linalg.symmetric_part import fixed_rows
@@ -63,7 +63,8 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
         # Only the skipped eigenvalues may be larger.
         skip = problem.skip
         start = torch.cat([start.roll(i, -1) for i in range(1 + skip)], 1)
-        other = search_eigenvectors(elsewhere, start, 1 + skip, problem.symmetric, solver, rows)
+        task = Largest(1 + skip) if problem.symmetric else Dominant()
+        other = search_eigenvectors(elsewhere, start, task, solver, rows)
         scale = torch.maximum(scale, other.scale)
         # A pair of complex eigenvalues does not converge, but its modulus is known.
         best = other.values[:, skip] if problem.symmetric else other.scale
@@ -101,7 +102,7 @@ def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     solver = Krylov(tolerance=torch.finfo(y.dtype).eps ** 0.75)
 
     def extreme(sign: float) -> Tensor:
-        found = search_eigenvectors(lambda x: sign * curvature(x), random, 1, True, solver, seen)
+        found = search_eigenvectors(lambda x: sign * curvature(x), random, Largest(1), solver, seen)
         return sign * found.values.squeeze(-1)
 
     high, low = extreme(1.0), extreme(-1.0)

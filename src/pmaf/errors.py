@@ -20,6 +20,7 @@ class ConvergenceError(RuntimeError):
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_COMPLEX = (torch.complex64, torch.complex128)
 
 
 class Typed(Protocol):
@@ -37,9 +38,11 @@ def shape_of(x: Typed) -> str:
     return str(tuple(x.shape))
 
 
-def require_matrix(name: str, x: object, letters: str = "m, n") -> None:
-    """`x` is a real floating-point tensor of shape `(*, m, n)` that is not empty."""
-    tensor = _require_real(name, x)
+def require_matrix(
+    name: str, x: object, letters: str = "m, n", *, or_complex: bool = False
+) -> None:
+    """`x` is a floating-point tensor of shape `(*, m, n)` that is not empty."""
+    tensor = _require_floating(name, x, or_complex)
     if tensor.dim() < 2:
         raise ValueError(
             f"{name} must have shape (*, {letters}); got {shape_of(tensor)}, which has "
@@ -51,19 +54,25 @@ def require_matrix(name: str, x: object, letters: str = "m, n") -> None:
         )
 
 
-def require_vector(name: str, x: object, letter: str) -> None:
-    """`x` is a real floating-point tensor of shape `(*, letter)`."""
-    tensor = _require_real(name, x)
+def require_vector(name: str, x: object, letter: str, *, or_complex: bool = False) -> None:
+    """`x` is a floating-point tensor of shape `(*, letter)`."""
+    tensor = _require_floating(name, x, or_complex)
     if tensor.dim() < 1:
         raise ValueError(f"{name} must have shape (*, {letter}); got a scalar")
 
 
-def require_alike(name: str, x: Typed, other_name: str, other: Typed) -> None:
-    """`x` and `other` have one dtype and one device."""
-    if x.dtype != other.dtype:
-        raise TypeError(
-            f"{name} is {x.dtype} but {other_name} is {other.dtype}; convert one of them with .to()"
-        )
+def require_alike(name: str, x: Typed, other_name: str, other: Typed, real: bool = False) -> None:
+    """`x` and `other` have one device, and one dtype, or with `real` that of real parts."""
+    if real and other.dtype.is_complex and x.dtype == other.dtype.to_real():
+        pass
+    elif x.dtype != other.dtype or (real and x.dtype.is_complex):
+        remedy = "convert one of them with .to()"
+        if real and x.dtype.is_complex:
+            remedy = f"{name} has to be real: pass {name}.real"
+        elif x.dtype.is_complex != other.dtype.is_complex:
+            which, wanted = (other_name, x.dtype) if x.dtype.is_complex else (name, other.dtype)
+            remedy = f"make both complex: convert {which} with .to({wanted})"
+        raise TypeError(f"{name} is {x.dtype} but {other_name} is {other.dtype}; {remedy}")
     if x.device != other.device:
         raise ValueError(
             f"{name} is on {x.device} but {other_name} is on {other.device}; "
@@ -180,18 +189,19 @@ def require_extra(module: str, extra: str) -> None:
         raise ImportError(f"this needs {module}; install it with: pip install 'pmaf[{extra}]'")
 
 
-def _require_real(name: str, x: object) -> Tensor:
+def _require_floating(name: str, x: object, or_complex: bool) -> Tensor:
     if not isinstance(x, Tensor):
         hint = "torch.as_tensor converts it"
         if callable(getattr(x, "matvec", None)):
             hint = "pmaf.operators.FromMatvec wraps a function that multiplies by it"
         raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} ({hint})")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in (*_DTYPES, *_COMPLEX) if or_complex else x.dtype not in _DTYPES:
         kind = "complex" if x.is_complex() else "not floating-point"
-        kind = "not supported" if x.is_floating_point() else kind
+        kind = "not supported" if x.is_floating_point() or (or_complex and x.is_complex()) else kind
         raise TypeError(
             f"{name} has dtype {x.dtype}, which is {kind}; "
             "use float32 or float64 (float16 and bfloat16 are computed in float32)"
+            + (", complex64 or complex128" if or_complex else "")
         )
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; convert it with .to_dense()")

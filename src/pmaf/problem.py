@@ -23,7 +23,12 @@ from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import forward_mode, full_precision, require_eager
+from pmaf.runtime.modes import (
+    forward_mode,
+    full_precision,
+    require_eager,
+    require_traceable_derivatives,
+)
 from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import (
@@ -38,7 +43,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept
+from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -233,13 +238,17 @@ class Problem(Named):
 
     def certify(self, value: Tensor) -> Certificate:
         """Evidence about a solution, from the problem and the solution alone."""
+        self.require_value(value)
+        by_products = self.operator is not None
+        return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
+
+    def require_value(self, value: Tensor) -> None:
+        """Raise an error unless `value` has the shape of a solution."""
         shape = (*self.batch_shape, self.n)
         if value.shape != shape:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
             )
-        by_products = self.operator is not None
-        return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
     # Differentiation.
 
@@ -319,6 +328,10 @@ class Problem(Named):
         """The outcome of a solver; raises `OutOfRangeError` if other units are needed."""
         return solver.solve(self, init=init, report=report)
 
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        """The outcome of a solver for an operator, and the products for the backward pass."""
+        return solver.solve_by_products(self, init)
+
     def finished(self, outcome: Outcome) -> Outcome:
         """The outcome of a solver after a last change that is not differentiated."""
         return outcome
@@ -348,7 +361,7 @@ class Problem(Named):
             return in_dtype(self.dtype, replace(found, multiplier=multiplier, gap=gap))
         kept = found.kept
         power = self.degree or 0
-        if isinstance(kept, (Basis, Decomposition)):
+        if isinstance(kept, (Basis, Decomposition, SingularBasis)):
             kept = type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)
         if isinstance(kept, Factor):
             kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * power))
@@ -372,7 +385,7 @@ class Problem(Named):
         if self.operator is not None:
             run: Any = torch.compiler.disable(self._run_products)
             return run(solver.resolve(self), gradient, init, throw)
-        if any(ranks.is_spread(x) for x in self.tensors):
+        if any(ranks.is_spread(x) for x in (*self.tensors, *(x for x, _ in self.hints().values()))):
             return self._run_parts(solver, gradient, init, report, throw)
         if 0 in self.batch_shape:
             return self._empty()
@@ -403,6 +416,7 @@ class Problem(Named):
             announce(found, solver, throw)
             return found
         way = solver.resolve(self)
+        require_traceable_derivatives()
         if forward_mode(*self.tensors):
             require_forward(gradient)
             return forward(self, init, way, report, throw)
@@ -446,12 +460,16 @@ class Problem(Named):
         named["init"] = (init, self.dims_of(init))
         parts = ranks.Parts(self.batch_shape, named)
         start = parts.inputs.pop("init", None)
-        mine = replace(self, **parts.inputs)
+        mine = self.with_parts(parts.inputs)
         return parts.join_all(mine.run(solver, gradient, init=start, report=report, throw=throw))
 
     def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        """Tensors besides the inputs, which get no gradient, and the dimensions of an entry."""
+        """Tensors besides the inputs, by field, and the dimensions of one batch entry of each."""
         return {}
+
+    def with_parts(self, parts: dict[str, Tensor]) -> Any:
+        """The same problem with the parts of its tensors that this rank has."""
+        return replace(self, **parts)
 
     def dims_of(self, vectors: Tensor | None) -> int:
         """The dimensions of one batch entry of a start or a reference."""
@@ -460,7 +478,7 @@ class Problem(Named):
     def require_start(self, init: Tensor) -> None:
         """Raise an error unless `init` has the shape of a solution, or broadcasts to it."""
         first = next(iter(self.inputs))
-        errors.require_vector("init", init, "n")
+        errors.require_vector("init", init, "n", or_complex=True)
         errors.require_alike("init", init, first, self.first)
         if init.shape[-1] != self.n:
             raise ValueError(
@@ -473,8 +491,9 @@ class Problem(Named):
         """The solution of no problems, whose gradients are zero."""
         total = sum(x.sum() for x in self.tensors)
         assert isinstance(total, Tensor)
-        value, multiplier = (total + total.new_zeros(shape) for shape in self.shapes)
-        blank = total.detach().new_zeros(self.batch_shape)
+        size = torch.real(total)  # multipliers are real for complex inputs, too
+        value, multiplier = (x + x.new_zeros(s) for x, s in zip((total, size), self.shapes))
+        blank = size.detach().new_zeros(self.batch_shape)
         count = blank.to(torch.int64)
         return Solution(value, multiplier, blank, blank.clone(), count, count.bool())
 

@@ -247,7 +247,8 @@ class Solve(torch.autograd.Function):
 class Found(torch.autograd.Function):
     """A solution of one tensor that compiled kernels have found already, in eager mode.
 
-    Its derivative is that of `Solve`, in fewer steps: for a small matrix these take most time.
+    Several vectors are columns, as the user sees them. The derivative is that of `Solve`, in fewer
+    steps: for a small matrix these take most time.
     """
 
     @staticmethod
@@ -264,9 +265,11 @@ class Found(torch.autograd.Function):
         if incoming is None:
             return None, None, None
         if not torch.is_grad_enabled() and plain(incoming):
-            dA = ctx.differentiate(A, y, v, d_multiplier)
+            dA = ctx.differentiate(A, y, v, d_multiplier, columns=True)
             if dA is not None:
                 return dA, None, None
+        if ctx.problem.vectors:
+            y, v = y.mT, None if v is None else v.mT
         state = State(multiplier, multiplier.new_full(A.shape[:-2], torch.nan), NOTHING)
         with full_precision(A.device):
             (dA,) = ctx.problem.gradients((A,), y, state, Implicit(), v, d_multiplier, (True,))

@@ -41,7 +41,7 @@ class _SolveByProducts(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         with full_precision(problem.device):
-            outcome, seen = solver.solve_by_products(problem, init)
+            outcome, seen = problem.solved_by_products(solver, init)
             outcome = problem.finished(outcome)
         announce(outcome, solver, throw)
         ctx.problem, ctx.seen, ctx.solver, ctx.report = problem, seen, solver, report

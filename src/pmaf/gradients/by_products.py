@@ -13,7 +13,7 @@ from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.solvers import Krylov, Solver
 from pmaf.tangent.general import gmres
-from pmaf.tangent.residuals import Product, conjugate_residuals
+from pmaf.tangent.residuals import Product, Solved, conjugate_residuals
 
 _KRYLOV = Krylov()
 
@@ -130,10 +130,90 @@ def declared_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]
     return [None if dx is None else ranks.alike(dx, x) for dx, x in zip(parts, problem.flat)]
 
 
-def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tensor]:
+def weighted_gradients(
+    problem: Any, given: Incoming, acts: Tensor | None
+) -> Sequence[Tensor | None]:
+    """Gradients of the tensors of the operator, and of `sides`, for weighted least squares.
+
+    Args:
+        acts: `(*,)`, where the constraint acts; None if it acts everywhere.
+    """
+    seen, curvature = given.seen, given.seen.curvature_of(problem)
+    own = Rows(problem.operator, problem.batch_shape)
+    border = y = given.y.reshape(seen.entries, 1, -1)
+    null = None
+    if acts is not None:
+        mask = acts.reshape(-1, 1, 1)
+        border = torch.where(mask, y, 0)
+        if given.d_multiplier is not None:
+            given = given._replace(d_multiplier=torch.where(acts, given.d_multiplier, 0))
+        if own.A.shape[-2] < own.A.shape[-1] and given.v is not None:
+            # A wide matrix has a null space, in which the solution of least norm has no part. What
+            # the system leaves of v is the part of v in the null space.
+            v = given.v.reshape(y.shape)
+            rest = v - curvature(_solved(curvature, given, border, v).rows)
+            null = torch.where(mask, 0, rest)
+            given = given._replace(v=(v - null).reshape(given.v.shape))
+    y, z = _minimum_tangent(curvature, given, border)
+    pulled = _pulled(problem, own, y, z)
+    rest, along = pulled.residual, pulled.image
+    lefts, rights = [-pulled.weighted(rest), -pulled.weighted(along)], [z, y]
+    d_sides = [pulled.weighted(along), -rest * along]
+    if null is not None:
+        # This part moves with the null space.
+        x = _solved(curvature, given, border, y - border).rows
+        across, inner = (own.A.matvec(own.lift(rows)) for rows in (null, x))
+        lefts += [pulled.weighted(across), pulled.weighted(inner)]
+        rights += [x, null]
+        d_sides[1] = d_sides[1] + across * inner
+    left, right = torch.cat(lefts, -2), torch.cat([own.lift(rows) for rows in rights], -2)
+    found = None
+    if given.needs[-1]:
+        count = problem.sides.shape[-2]
+        rows = [x.reshape(problem.sides[..., 0, :].shape) for x in d_sides[:count]]
+        found = ranks.alike(torch.stack(rows, -2), problem.sides)
+    return [*own.pull_back(left, right, given.needs[:-1]), found]
+
+
+class _Pulled(NamedTuple):
+    """Images of a solution `y` and of the solution `z` of its linear system."""
+
+    residual: Tensor  # Ay − b
+    image: Tensor  # Az
+    weights: Tensor | None
+
+    def weighted(self, x: Tensor) -> Tensor:
+        return x if self.weights is None else self.weights * x
+
+
+def _pulled(problem: Any, own: Rows, y: Tensor, z: Tensor) -> _Pulled:
+    image, along = own.A.matvec(torch.cat([own.lift(y), own.lift(z)], -2)).chunk(2, -2)
+    b, weights = problem.given_sides(problem.sides)
+    weights = None if weights is None else weights.reshape(image.shape)
+    return _Pulled(image - b.reshape(image.shape), along, weights)
+
+
+def _solved(curvature: Product, given: Incoming, border: Tensor, right: Tensor) -> Solved:
+    """The solution of the bordered system for rows `(B, 1, n)`; no border where it is zero."""
+    seen = given.seen
+    return conjugate_residuals(
+        lambda x: -curvature(x),
+        given.multiplier.reshape(-1, 1),
+        border,
+        right,
+        scale=seen.scale,
+        limit=given.options.max_products,
+        agreed=seen.agreed,
+    )
+
+
+def _minimum_tangent(
+    curvature: Product, given: Incoming, border: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`y` and `z` as rows, so that the gradient is that of `zᵀ force(y)`.
 
-    `MinimumConditions.gradients` explains the part of the multiplier's gradient.
+    `MinimumConditions.gradients` explains the part of the multiplier's gradient. The border of the
+    linear system is `y`, unless another one is given.
     """
     seen, d_multiplier = given.seen, given.d_multiplier
     y = given.y.reshape(seen.entries, 1, -1)
@@ -142,15 +222,8 @@ def _minimum_tangent(curvature: Product, given: Incoming) -> tuple[Tensor, Tenso
     if along is not None:
         v = v - curvature(along)
     kept = seen.by_entries
-    solved = conjugate_residuals(
-        lambda x: -curvature(x),
-        given.multiplier.reshape(-1, 1),
-        y,
-        v if kept is None else torch.where(kept.mask[:, None, None], 0, v),
-        scale=seen.scale,
-        limit=given.options.max_products,
-        agreed=seen.agreed,
-    )
+    right = v if kept is None else torch.where(kept.mask[:, None, None], 0, v)
+    solved = _solved(curvature, given, y if border is None else border, right)
     z, residual, converged = solved.rows, solved.residual, solved.converged & seen.unique
     if kept is not None:
         exact = (x.to(y.dtype) if x.is_floating_point() else x for x in kept.tangent(v))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pmaf.gradients.base import Conditions, Gradient
+from pmaf.solvers.base import Eigenvectors, Minimum, SingularVectors
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Implicit(Gradient):
     eigenvectors. Where the derivative does not exist, the gradient is finite and of least norm.
     Derivatives of any order may be taken.
     """
+
+    solves = (Minimum, Eigenvectors, SingularVectors)
 
     def pullback(
         self, conditions: Conditions, v: Tensor, needs: Sequence[bool]

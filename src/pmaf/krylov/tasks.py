@@ -24,20 +24,24 @@ class Largest:
         guards: how many more are computed until they prove to be smaller. A search from vectors
             that the user gives needs one: it might converge before a larger eigenvalue appears.
         extra: how many more are computed during the whole search.
+        copies: how often each eigenvalue occurs by construction; k and skip are multiples of it.
         skip: how many of the k are not requested, so that the gaps between them do not count.
     """
 
-    def __init__(self, k: int, guards: int = 0, extra: int = 0, skip: int = 0) -> None:
+    def __init__(
+        self, k: int, guards: int = 0, extra: int = 0, copies: int = 1, skip: int = 0
+    ) -> None:
         self.wanted, self.guards, self.width = k, guards, k + guards + extra
-        self.skip = skip
+        self.copies, self.skip = copies, skip
 
     def inside(self, space: Space) -> Inside:
         theta, s = torch.linalg.eigh(space.matrix)
         w, j, k = self.width, space.width, self.wanted
         kept = max(w, min(j - w, w + (j - w) // 2))
         # The gaps between the requested eigenvalues, and to the next one.
-        gaps = theta.diff(dim=-1)[:, -k:].narrow(-1, 0, min(k, j - 1) - max(0, self.skip - 1))
-        gap = gaps.amin(-1) if j > 1 else torch.full_like(theta[:, 0], torch.inf)
+        first = max(self.copies, self.skip)
+        gaps = theta.diff(dim=-1).flip(-1)[:, first - 1 : k : self.copies]
+        gap = gaps.amin(-1) if j > first else torch.full_like(theta[:, 0], torch.inf)
         order, values = s.mT.flip(-2), theta.flip(-1)[:, :w]
         # Chebyshev polynomials on the unwanted spectrum grow by exp(2√part) at the wanted values.
         beyond = values[:, k - 1 : k] - values[:, k : k + self.guards]

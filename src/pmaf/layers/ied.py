@@ -110,6 +110,7 @@ class PrincipalEigenvectors(Problem):
     inputs: ClassVar[dict[str, int]] = {"A": 2}
     form: ClassVar[type] = Eigenvectors
     degree: ClassVar[int | None] = 1
+    copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
 
     def __post_init__(self) -> None:
         A, k = self.A, self.k
@@ -117,7 +118,7 @@ class PrincipalEigenvectors(Problem):
             A = as_operator(A)
             object.__setattr__(self, "A", A)
         else:
-            errors.require_matrix("A", A, "n, n")
+            errors.require_matrix("A", A, "n, n", or_complex=True)
         if A.shape[-1] != A.shape[-2]:
             raise ValueError(
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
@@ -131,6 +132,11 @@ class PrincipalEigenvectors(Problem):
         if not self.symmetric and (k is not None and k > 1):
             raise ValueError(
                 f"symmetric=False finds the dominant eigenvector only; got k={k}, use k=1 or None"
+            )
+        if not self.symmetric and A.dtype.is_complex:
+            raise ValueError(
+                f"symmetric=False finds real eigenvalues of real matrices; got A of {A.dtype}, of "
+                "which symmetric=True takes the Hermitian part"
             )
         if not self.symmetric and not self.largest:
             raise ValueError(
@@ -167,7 +173,7 @@ class PrincipalEigenvectors(Problem):
             M = as_operator(M)
             object.__setattr__(self, "M", M)
         else:
-            errors.require_matrix("M", M, "n, n")
+            errors.require_matrix("M", M, "n, n", or_complex=True)
         if M.shape[-2:] != A.shape[-2:]:
             raise ValueError(
                 f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"
@@ -266,6 +272,10 @@ class PrincipalEigenvectors(Problem):
             from pmaf.layers.pairs import certify_pairs
 
             return certify_pairs(self, value)
+        if self.dtype.is_complex:
+            from pmaf.layers.hermitian import certify
+
+            return certify(self, value)
         by_products = isinstance(self.A, Operator)
         return (certify_eigenvectors_by_products if by_products else certify_eigenvectors)(
             self, value
@@ -285,15 +295,20 @@ class PrincipalEigenvectors(Problem):
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
         if not (kind is Nothing and small and self.symmetric and native.takes(A)):
             return None
-        dA = self.differentiate(A, y.contiguous(), v, d_multiplier)
+        dA = self.differentiate(A, y.contiguous(), v, d_multiplier, columns=False)
         return None if dA is None else (dA,)
 
     def differentiate(
-        self, A: Tensor, y: Tensor, v: Tensor | None, d_multiplier: Tensor | None
+        self,
+        A: Tensor,
+        y: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        columns: bool,
     ) -> Tensor | None:
         """The gradient of `A` by compiled kernels, None where they fail."""
         took("tangent: compiled")
-        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest)
+        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest, columns)
 
     def gradients(
         self,
@@ -348,6 +363,10 @@ class PrincipalEigenvectors(Problem):
         if isinstance(self.A, Operator) and isinstance(self.reference, Tensor):
             # Every rank checks the whole reference, so that all ranks raise the error or none.
             errors.require_finite(reference=(ranks.whole(self.reference), 1))
+        if self.dtype.is_complex:
+            from pmaf.layers.hermitian import reduced_eigenvectors
+
+            return reduced_eigenvectors(self, init)
         problem, init, _ = super().reduced(init, solver)
         if not (self.largest and self.descending and self.reference is None):
             # The smallest eigenvalues are the largest of −A, in the opposite order.
@@ -447,7 +466,7 @@ class PrincipalEigenvectors(Problem):
         return reference.dim() > 1 and shape[-2:] == (self.n, self.k)
 
     def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
-        errors.require_vector(name, reference, "n")
+        errors.require_vector(name, reference, "n", or_complex=True)
         errors.require_alike(name, reference, "A", self.A)
         block = self._is_block(reference)
         if reference.shape[-2:] != (self.n, self.k) if block else reference.shape[-1] != self.n:
@@ -484,16 +503,19 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     shape = A.shape
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    if A.is_complex():
+        from pmaf.layers.hermitian import small
+
+        return small(A, k, largest)
     if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
-    values, rows, failed = native.largest_pairs(A, k, largest)
+    values, vectors, failed = native.largest_pairs(A, k, largest, columns=True)
     if failed is not None:
         return None
     took("ied: reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        rows, values = attach_found(A, (rows, values), _bare(k, largest))
-    # A new tensor, not a view: a user may write into what a layer returns.
-    return Eigenpairs(values, rows if k is None else rows.mT.clone())
+        vectors, values = attach_found(A, (vectors, values), _bare(k, largest))
+    return Eigenpairs(values, vectors)
 
 
 def ied(
@@ -515,13 +537,14 @@ def ied(
 
     Gradients are finite and exact whenever the requested eigenvalues are simple, however
     often other eigenvalues repeat. Where a requested eigenvalue repeats they are exact for
-    functions of the span of its vectors, and not for functions of values and vectors together
-    (docs/ied.md says why).
+    functions of the span of its vectors, and not for functions of values and vectors together,
+    for which there is `pmaf.spectral` (docs/ied.md says why).
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32.
-            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Or a
-            sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+            With `symmetric=True` its symmetric part is used, and gradients are symmetric. Of
+            complex64 or complex128 the Hermitian part is used (docs/complex.md). Or a sparse
+            tensor, a DTensor, or an operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it.
         M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`
             (docs/pairs.md): a tensor, a sparse tensor, or an operator, such as
@@ -533,9 +556,9 @@ def ied(
         descending: order of the eigenvalues if there are several.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
-        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given. Or an integer, for that component to be positive, or
-            `"largest"`, for the component of largest modulus to be.
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen,
+            or its phase if it is complex; all ones unless given. Or an integer, for that component
+            to be positive, or `"largest"`, for the component of largest modulus to be.
         init: `(*, n)` or `(*, n, k)`, the start of an iterative solver, such as the solution
             of the last step of training.
         generator: draws the start of an iterative solver; without it the start is fixed.

@@ -32,6 +32,7 @@ from pmaf.gradients.eigenvectors import (
     symmetric_product,
     without,
 )
+from pmaf.layers.hermitian import reduced_pair, turned
 from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.products import symmetric_part
@@ -222,6 +223,8 @@ def run_pairs(
     if init is not None:
         problem.require_start(init)
         init = init.detach()
+    if problem.dtype.is_complex:
+        return _run_complex(problem, solver, gradient, init, report, throw)
     posed = _posed(problem)
     options: dict[str, Any] = {"report": report, "throw": throw}
     if isinstance(posed, PairedEigenvectors):
@@ -247,6 +250,45 @@ def run_pairs(
         y = y * signs.unsqueeze(-2)
         y = y.squeeze(-1) if problem.k is None else y
     return in_dtype(dtype, replace(found, value=y))
+
+
+def _run_complex(
+    problem: PrincipalEigenvectors,
+    solver: Solver,
+    gradient: Gradient,
+    init: Tensor | None,
+    report: bool,
+    throw: bool,
+) -> Solution:
+    """The solution of a pair of Hermitian matrices, whose derivatives go through the factor."""
+    took("pairs: Cholesky, complex")
+    C, L, bad = reduced_pair(*_dense_pair(problem))
+    if plain(bad) and bool(bad.any()):
+        _refuse(problem.M, bad)
+    single = problem.k is None
+    start = init
+    if init is not None:
+        columns = init if problem.dims_of(init) == 2 else init.unsqueeze(-1)
+        start = L.mH @ columns
+        start = start.squeeze(-1) if single else start
+    inner = problem.changed(A=C, M=None, reference=None)
+    found = inner.run(solver, gradient, init=start, report=report, throw=throw)
+    x = found.value.unsqueeze(-1) if single else found.value
+    y = turned(problem, torch.linalg.solve_triangular(L.mH, x, upper=True))
+    return replace(found, value=y.squeeze(-1) if single else y)
+
+
+def _dense_pair(problem: PrincipalEigenvectors) -> tuple[Tensor, Tensor]:
+    """Both matrices of a complex pair as tensors."""
+    A, M = problem.A, problem.M
+    M = torch.diag_embed(M.d) if isinstance(M, Diagonal) else M
+    for name, x in (("A", A), ("M", M)):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"a pair of complex matrices needs both as dense tensors; {name} is {x!r}, which "
+                "is known by its products"
+            )
+    return A, M  # pyright: ignore[reportReturnType]
 
 
 def _in_float(x: Any) -> Any:
@@ -287,12 +329,18 @@ def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
 
     `feasibility` is the largest entry of `YᵀMY − I`. For dense matrices everything is in float64.
     """
+    if problem.dtype.is_complex:
+        C, L, _ = reduced_pair(*(x.detach() for x in _dense_pair(problem)))
+        Y = value.detach().unsqueeze(-1) if problem.k is None else value.detach()
+        X = L.mH @ Y
+        inner: Any = problem.changed(A=C, M=None, reference=None)
+        return inner.certify(X.squeeze(-1) if problem.k is None else X)
     posed = _posed(problem)
     Y = value.detach().unsqueeze(-1) if problem.k is None else value.detach()
     A, M = posed.A, posed.M
     if isinstance(A, Operator):
         change = _Change(M)
-        inner: Any = posed.changed(A=change.reduced(A), M=None)
+        inner = posed.changed(A=change.reduced(A), M=None)
         X = change.forth(Y.to(A.dtype))
         X = X.squeeze(-1) if problem.k is None else X
         return certify_eigenvectors_by_products(inner, X)

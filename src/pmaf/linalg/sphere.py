@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.products import dot, norm
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain
 
 
@@ -109,3 +109,8 @@ def known_references(
     with torch.inference_mode(False):  # autograd refuses inference tensors
         both = torch.stack(references(torch.empty(n, dtype=dtype, device=device)), -1)
         return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
+
+
+def reaches(u: Tensor) -> Tensor:
+    """Whether points of the unit ball are on its sphere, up to rounding, `(*,)`."""
+    return norm(u) >= 1 - noise_tolerance(u.dtype)

@@ -21,11 +21,11 @@ from torch import Tensor
 from pmaf.linalg.roundings import merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 1
+_VERSION = 2
 # The types of their arguments, a letter each.
 _FUNCTIONS = {
-    "pmaf_ied_forward": "pliiidpdpppi",
-    "pmaf_ied_backward": "pppppliiiiddppi",
+    "pmaf_ied_forward": "pliiidpdppipi",
+    "pmaf_ied_backward": "pppppliiiiddippi",
     "pmaf_less_forward": "ppliippppppi",
     "pmaf_less_backward": "ppppppliipppi",
 }
@@ -72,11 +72,11 @@ class Pairs(NamedTuple):
     """The largest eigenpairs of each matrix; where `failed`, another way has to be taken."""
 
     values: Tensor  # (*, k), descending
-    rows: Tensor  # (*, k, n)
+    vectors: Tensor  # (*, k, n), or as columns (*, n, k)
     failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
-def largest_pairs(A: Tensor, k: int | None, largest: bool = True) -> Pairs:
+def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool = False) -> Pairs:
     """The k largest eigenpairs of `½(A + Aᵀ)`, `(*, n, n)`, or the smallest, ascending.
 
     The sum of each vector is positive; if it is zero, the product with a fixed direction is.
@@ -84,27 +84,42 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True) -> Pairs:
     """
     A = _laid_out(A)
     shape, dtype = A.shape, A.dtype
-    several, n = shape[:-2] if k is None else (*shape[:-2], k), shape[-1]
-    values, rows = A.new_empty(several), A.new_empty((*several, n))
+    batch, n = shape[:-2], shape[-1]
+    if k is None:
+        values, vectors = A.new_empty(batch), A.new_empty(shape[:-1])
+    else:
+        values = A.new_empty((*batch, k))
+        vectors = A.new_empty((*batch, n, k) if columns else (*batch, k, n))
     second, tolerance = _second(n, dtype)
     count, sign = A.numel() // (n * n), 1.0 if largest else -1.0
     # Straight down, without functions in between: for one small matrix these take most time.
     start = A.data_ptr(), count, n, k or 1, dtype is torch.float64, sign, second, tolerance
-    start += values.data_ptr(), rows.data_ptr()
+    start += values.data_ptr(), vectors.data_ptr(), columns
     threads = torch.get_num_threads()
-    if not _library.pmaf_ied_forward(*start, None, threads):
-        return Pairs(values, rows, None)
-    failed = torch.empty(shape[:-2], dtype=torch.bool, device="cpu")
-    _library.pmaf_ied_forward(*start, failed.data_ptr(), threads)
-    return Pairs(values, rows, failed)
+    # A failure is rare, and a few matrices are solved twice faster than the mask is made.
+    failed = torch.empty(batch, dtype=torch.bool, device="cpu") if count > _FEW else None
+    if not _library.pmaf_ied_forward(
+        *start, None if failed is None else failed.data_ptr(), threads
+    ):
+        return Pairs(values, vectors, None)
+    if failed is None:
+        failed = torch.empty(batch, dtype=torch.bool, device="cpu")
+        _library.pmaf_ied_forward(*start, failed.data_ptr(), threads)
+    return Pairs(values, vectors, failed)
 
 
 def eigenvector_gradient(
-    A: Tensor, y: Tensor, k: int, v: Tensor | None, d_values: Tensor | None, largest: bool = True
+    A: Tensor,
+    y: Tensor,
+    k: int,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    largest: bool = True,
+    columns: bool = False,
 ) -> Tensor | None:
     """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs; None if it failed.
 
-    `y` and `v` are `(*, k, n)`, `d_values` is `(*, k)`.
+    `y` and `v` are `(*, k, n)`, or as columns `(*, n, k)`; `d_values` is `(*, k)`.
     """
     A = _laid_out(A)
     result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
@@ -123,6 +138,7 @@ def eigenvector_gradient(
         dtype is torch.float64,
         1.0 if largest else -1.0,
         _EQUAL[dtype],
+        columns,
         result.data_ptr(),
         None,
         torch.get_num_threads(),
@@ -153,6 +169,7 @@ def complement_solve(
         A.dtype is torch.float64,
         1.0,
         _EQUAL[A.dtype],
+        False,
         result.data_ptr(),
         failed.data_ptr(),
         torch.get_num_threads(),
@@ -242,5 +259,7 @@ def _second(n: int, dtype: torch.dtype) -> tuple[Any, float]:
     return numbers, _EQUAL[dtype] * n**0.5
 
 
+# So many matrices are solved again where one has failed, to find out which.
+_FEW = 32
 # Eigenvalues that are closer than this, relative to the largest, count as one.
 _EQUAL = {dtype: merge_tolerance(dtype) for dtype in _DTYPES}

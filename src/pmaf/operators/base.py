@@ -25,7 +25,7 @@ class Operator(ABC):
     Operators can be added, and multiplied by numbers: `damping * P + teleport`.
     """
 
-    symmetric: bool = False  # whether it is so by construction
+    symmetric: bool = False  # whether it is so by construction, or Hermitian if it is complex
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Operator(ABC):
         """`A x` for every row, `(*, p, n)` to `(*, p, m)`."""
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        """`Aᵀ x` for every row, `(*, p, m)` to `(*, p, n)`."""
+        """`Aᵀ x` for every row, `(*, p, m)` to `(*, p, n)`; `Aᴴ x` of a complex matrix."""
         if self.symmetric:
             return self.matvec(rows)
         raise NotImplementedError(
@@ -55,7 +55,10 @@ class Operator(ABC):
         )
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of `Σ leftᵀ A right` over rows, in the tensors; None where not needed."""
+        """Gradients of `Σ leftᵀ A right` over rows, in the tensors; None where not needed.
+
+        Those of `Re Σ leftᴴ A right` for a complex matrix, in torch's convention.
+        """
         leaves = [x.detach().requires_grad_(need) for x, need in zip(self.tensors, needs)]
         wanted = [x for x, need in zip(leaves, needs) if need]
         if not wanted:
@@ -98,7 +101,7 @@ class Operator(ABC):
         return self._one_by_one(self.matvec, u)
 
     def transposed(self, u: Tensor) -> Tensor:
-        """`Aᵀ u` for one vector of each batch entry, `(*, m)` to `(*, n)`."""
+        """`Aᵀ u`, or `Aᴴ u`, for one vector of each batch entry, `(*, m)` to `(*, n)`."""
         return self._one_by_one(self.rmatvec, u)
 
     def _one_by_one(self, product: Callable[[Tensor], Tensor], u: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class TimesPowers(_Multiple):
         return TimesPowers(self.part.with_tensors(tensors), self.exponents)
 
     def times(self, rows: Tensor) -> Tensor:
-        power = self.exponents.to(rows.dtype).exp2()[..., None, None]
+        power = self.exponents.to(rows.dtype.to_real()).exp2()[..., None, None]
         return rows * replicate(power, mesh_of(rows))
 
     def __repr__(self) -> str:

@@ -17,11 +17,9 @@ class Diagonal(Operator):
     `Diagonal(degrees) - Sparse(adjacency)` is the Laplacian of a graph.
     """
 
-    symmetric = True
-
     def __init__(self, d: Tensor) -> None:
-        require_vector("d", d, "n")
-        self.d = d
+        require_vector("d", d, "n", or_complex=True)
+        self.d, self.symmetric = d, not d.is_complex()
 
     @property
     def shape(self) -> torch.Size:
@@ -36,3 +34,6 @@ class Diagonal(Operator):
 
     def matvec(self, rows: Tensor) -> Tensor:
         return rows * self.d.unsqueeze(-2)
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return rows * self.d.conj().unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""`XᵀX` without forming it."""
+"""`XᵀX` and `XᵀWX`, or `XᴴX`, without forming them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.errors import require_alike, require_broadcast, require_vector, shape_of
+from pmaf.linalg.products import broadcast
+from pmaf.linalg.singular import weighted
 from pmaf.operators.base import Operator, as_operator, number
 
 
 class Gram(Operator):
-    """`scale·XᵀX` for `X` of shape `(*, m, n)`: `pmaf.ied(Gram(X))` is PCA.
+    """`scale·XᵀX` for `X` of shape `(*, m, n)`: `pmaf.ied(Gram(X))` is PCA; `XᴴX` if complex.
 
     A product costs O(mn), and a gradient of `X` is of rank two for each vector.
 
@@ -21,6 +24,8 @@ class Gram(Operator):
         X: a tensor, dense, sparse or spread over ranks by rows as a DTensor; or an operator,
             for example `Matrix(X) - LowRank(ones, mean)` for centred data.
         scale: `1/(m − 1)` makes it a covariance.
+        weights: `(*, m)`, of the rows of `X`, the diagonal of `W` in `scale·XᵀWX`; they get
+            gradients, too.
 
     >>> import torch, pmaf
     >>> X = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
@@ -30,17 +35,30 @@ class Gram(Operator):
 
     symmetric = True
 
-    def __init__(self, X: Any, scale: float = 1.0) -> None:
-        self.X, self.scale = as_operator(X), number("scale", scale)
+    def __init__(self, X: Any, scale: float = 1.0, weights: Tensor | None = None) -> None:
+        self.X, self.scale, self.weights = as_operator(X), number("scale", scale), weights
+        if weights is None:
+            return
+        require_vector("weights", weights, "m")
+        require_alike("weights", weights, "X", self.X)
+        if weights.shape[-1] != self.X.shape[-2]:
+            raise ValueError(
+                f"X of shape {shape_of(self.X)} needs weights of shape (*, {self.X.shape[-2]}); "
+                f"got {shape_of(weights)}"
+            )
+        require_broadcast("X", self.X.batch_shape, "weights", weights.shape[:-1])
 
     @property
     def shape(self) -> torch.Size:
         n = self.X.shape[-1]
-        return torch.Size((*self.X.batch_shape, n, n))
+        batch = self.X.batch_shape
+        if self.weights is not None:
+            batch = broadcast(batch, self.weights.shape[:-1])
+        return torch.Size((*batch, n, n))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.X.tensors
+        return self.X.tensors if self.weights is None else (*self.X.tensors, self.weights)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +69,8 @@ class Gram(Operator):
         return self.X.device
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Gram:
-        return Gram(self.X.with_tensors(tensors), self.scale)
+        count = len(self.X.tensors)
+        return Gram(self.X.with_tensors(tensors[:count]), self.scale, *tensors[count:])
 
     def claims(self) -> Iterator[Operator]:
         return self.X.claims()
@@ -59,10 +78,10 @@ class Gram(Operator):
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
         X, exponents = self.X.in_units(rows)
         mantissa, power = math.frexp(self.scale)
-        return Gram(X, mantissa), 2 * exponents + power
+        return Gram(X, mantissa, self.weights), 2 * exponents + power
 
     def matvec(self, rows: Tensor) -> Tensor:
-        image = self.X.rmatvec(self.X.matvec(rows))
+        image = self.X.rmatvec(weighted(self.X.matvec(rows), self.weights))
         return image if self.scale == 1 else self.scale * image
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -70,4 +89,13 @@ class Gram(Operator):
             return [None for _ in needs]
         both = torch.cat([left, right], -2)
         swapped = torch.cat([right, left], -2)
-        return self.X.pullback(self.X.matvec(self.scale * both), swapped, needs)
+        images, count = self.X.matvec(both), len(self.X.tensors)
+        scaled = weighted(self.scale * images, self.weights)
+        found = self.X.pullback(scaled, swapped, needs[:count])
+        if self.weights is None:
+            return found
+        dw = None
+        if needs[count]:
+            first, second = images.chunk(2, -2)
+            dw = (self.scale * (first * second).sum(-2)).sum_to_size(self.weights.shape)
+        return [*found, dw]

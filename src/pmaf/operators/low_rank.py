@@ -23,8 +23,8 @@ class LowRank(Operator):
     """
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        require_matrix("left", left, "r, m")
-        require_matrix("right", right, "r, n")
+        require_matrix("left", left, "r, m", or_complex=True)
+        require_matrix("right", right, "r, n", or_complex=True)
         require_alike("left", left, "right", right)
         if left.shape[-2] != right.shape[-2]:
             raise ValueError(
@@ -49,4 +49,4 @@ class LowRank(Operator):
         return (rows @ self.right.mT) @ self.left
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return (rows @ self.left.mT) @ self.right
+        return (rows @ self.left.mH) @ self.right.conj()

@@ -21,7 +21,7 @@ class Matrix(Operator):
     """
 
     def __init__(self, A: Tensor) -> None:
-        require_matrix("A", A)
+        require_matrix("A", A, or_complex=True)
         self.A = A
 
     @property
@@ -39,7 +39,7 @@ class Matrix(Operator):
         return rows @ self.A.mT
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return rows @ self.A
+        return rows @ self.A.conj()
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         if not needs[0]:
@@ -48,4 +48,4 @@ class Matrix(Operator):
         # One product, so that the gradient is written to memory once.
         if self.A.dim() == 2 < left.dim():
             left, right = left.reshape(-1, m), right.reshape(-1, n)
-        return [(left.mT @ right).sum_to_size(self.A.shape)]
+        return [(left.mT @ right.conj()).sum_to_size(self.A.shape)]

@@ -19,8 +19,8 @@ class FromMatvec(Operator):
         shape: `(*, m, n)`.
         params: the tensors that gradients are wanted for. Any other tensor that `matvec` uses
             is a constant.
-        rmatvec: the same for the transpose. Unless given, the transpose comes from autograd,
-            one vector–Jacobian product of `matvec` in `u`.
+        rmatvec: the same for the transpose, the conjugate one of a complex matrix. Unless given,
+            it comes from autograd, one vector–Jacobian product of `matvec` in `u`.
         dtype: of the vectors; that of the first of `params` with one, or torch's default.
         device: of the vectors; that of the same tensor, or the CPU.
 
@@ -48,7 +48,7 @@ class FromMatvec(Operator):
             raise TypeError("params must be a sequence of tensors; got one tensor, pass [tensor]")
         self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
         self.params = tuple(params)
-        floating = [x for x in self.params if x.is_floating_point()]
+        floating = [x for x in self.params if x.is_floating_point() or x.is_complex()]
         # Without params the vectors live on the CPU, whatever torch.set_default_device says.
         first = (floating or [torch.empty(0, device="cpu")])[0]
         self._dtype, self._device = dtype or first.dtype, torch.device(device or first.device)

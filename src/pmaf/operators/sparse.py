@@ -31,8 +31,8 @@ class Sparse(Operator):
                 "Sparse takes a sparse CSR or COO tensor of shape (*, m, n); "
                 f"got layout {A.layout} and shape {tuple(A.shape)}"
             )
-        if not A.is_floating_point():
-            raise TypeError(f"A has dtype {A.dtype}; use float32 or float64")
+        if not (A.is_floating_point() or A.is_complex()):
+            raise TypeError(f"A has dtype {A.dtype}; use float32 or float64, or complex64 or 128")
         if A.layout == torch.sparse_coo:
             if A.dense_dim():
                 raise ValueError(f"A has {A.dense_dim()} dense dimensions; Sparse takes none")
@@ -76,24 +76,26 @@ class Sparse(Operator):
         i, j = self._pattern.rows, self._pattern.columns
         total = None
         for x, y in zip(self._flat(left), self._flat(right)):
-            term = x.index_select(0, i).mul_(y.index_select(0, j))
+            term = x.index_select(0, i).mul_(y.index_select(0, j).conj())
             total = term if total is None else total.add_(term)
         assert total is not None
         return [total.reshape(self._values.shape)]
 
     @property
     def _matrix(self) -> Tensor:
-        return self._remembered("matrix", lambda: self._pattern)
+        return self._remembered("matrix", lambda values: self._pattern.matrix(values))
 
     @property
     def _transposed(self) -> Tensor:
-        return self._remembered("transposed", lambda: self._pattern.transposed)
+        return self._remembered(
+            "transposed", lambda values: self._pattern.transposed.matrix(values.conj_physical())
+        )
 
-    def _remembered(self, name: str, pattern: Callable[[], _Pattern]) -> Tensor:
-        """The matrix of the values in a pattern, cached until the values are written to."""
+    def _remembered(self, name: str, matrix: Callable[[Tensor], Tensor]) -> Tensor:
+        """A matrix of the values, cached until the values are written to."""
         version = 0 if self._values.is_inference() else self._values._version
         if self._known.get(name, (None,))[0] != version:
-            self._known[name] = version, pattern().matrix(self._values.detach())
+            self._known[name] = version, matrix(self._values.detach())
         return self._known[name][1]
 
     def __getstate__(self) -> dict[str, Any]:

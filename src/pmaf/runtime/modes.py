@@ -26,7 +26,8 @@ def plain(x: Tensor) -> bool:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context that disables autocast where it is enabled."""
-    if torch.is_autocast_enabled(device.type):
+    # Meta tensors have no numbers, and torch knows no autocast for them.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
@@ -63,3 +64,54 @@ def _has_tangent(x: Tensor) -> bool:
     while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def recorded(x: Tensor) -> bool:
+    """Whether autograd records `x`, inside or outside of the transforms around the call."""
+    while transformed() and torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        if x.requires_grad:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return x.requires_grad
+
+
+def transformed() -> bool:
+    """Whether the call is inside a transform of `torch.func`, and not traced."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+
+
+# A trace takes the number, and does not follow how it is found.
+@torch.compiler.assume_constant_result
+def derivatives_around() -> int:
+    """How many transforms of `torch.func` around the call differentiate it."""
+    kinds = torch._C._functorch.TransformType  # pyright: ignore
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore
+    return sum(transform.key() in (kinds.Jvp, kinds.Grad) for transform in stack)
+
+
+def require_traceable_derivatives() -> None:
+    """A trace does not contain second derivatives by `torch.func`.
+
+    A trace of torch 2.13 records the backward pass of a `Function` without gradients, so that
+    the second derivative would be zero.
+    """
+    if torch.compiler.is_compiling() and derivatives_around() > 1:
+        raise RuntimeError(
+            "torch.compile cannot trace second derivatives of this layer by torch.func; compile "
+            "the layer, and differentiate outside of torch.compile"
+        )
+
+
+def transforms_around(x: Tensor) -> int:
+    """How often a call may be differentiated: transforms, a tangent, and autograd outside of all.
+
+    Autograd counts once, if it records; around a trace it may.
+    """
+    count = derivatives_around()
+    if torch.compiler.is_compiling():
+        return max(count, 1) + 1
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
+    return count + (forward_ad.unpack_dual(x).tangent is not None) + x.requires_grad

@@ -2,7 +2,14 @@
 
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.auto import Auto
-from pmaf.solvers.base import Eigenvectors, LeastSquares, Minimum, Outcome, Solver
+from pmaf.solvers.base import (
+    Eigenvectors,
+    LeastSquares,
+    Minimum,
+    Outcome,
+    SingularVectors,
+    Solver,
+)
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
@@ -13,8 +20,10 @@ from pmaf.solvers.projected_gradient import ProjectedGradient
 from pmaf.solvers.reduction import Reduction
 from pmaf.solvers.secular import Secular
 from pmaf.solvers.simultaneous_iteration import SimultaneousIteration
+from pmaf.solvers.singular import SVD
 
 __all__ = [
+    "SVD",
     "Adaptive",
     "Auto",
     "Backtracking",
@@ -32,6 +41,7 @@ __all__ = [
     "Reduction",
     "Secular",
     "SimultaneousIteration",
+    "SingularVectors",
     "Solver",
     "TangentDecay",
 ]

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from pmaf.runtime.modes import plain
 from pmaf.solvers.adaptive import Adaptive
-from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver
+from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, SingularVectors, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
 from pmaf.solvers.reduction import Reduction, is_compiled, takes_least_squares
 from pmaf.solvers.secular import Secular
+from pmaf.solvers.singular import SVD
 
 
 @dataclass(frozen=True)
 class Auto(Solver):
     """The fastest solver for the problem at hand among those that are globally optimal."""
 
-    solves = (Minimum, Eigenvectors)
+    solves = (Minimum, Eigenvectors, SingularVectors)
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         return self.resolve(problem).solve(problem, init=init, report=report)
@@ -39,6 +40,7 @@ class Auto(Solver):
 # solve.
 KRYLOV, SECULAR = Krylov(), Secular()
 DENSE, _CHOLESKY, _ADAPTIVE, _REDUCTION = Dense(), Cholesky(), Adaptive(), Reduction()
+_SVD = SVD()
 
 # The least number of columns, and of entries of all Gram matrices together, for which a Cholesky
 # factor is faster than an eigendecomposition: `pmaf bench less-crossover`.
@@ -95,3 +97,9 @@ def best_eigenvectors(problem: Any) -> Solver:
         return _REDUCTION
     small = problem.symmetric and problem.n < _TRACED_ROWS
     return DENSE if small and not plain(A) else _ADAPTIVE
+
+
+def best_singular(problem: Any) -> Solver:
+    """The solver for right singular vectors of a tensor."""
+    # Only numbers that float32 holds have a Gram matrix that kernels may work on.
+    return _REDUCTION if problem.single and is_compiled(problem.matrix, problem.width) else _SVD

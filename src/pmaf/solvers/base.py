@@ -92,6 +92,7 @@ class Eigenvectors(Protocol):
     """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; for a general `A`, the dominant eigenvector."""
 
     symmetric: bool
+    copies: int  # how often each eigenvalue occurs by construction
 
     @property
     def batch_shape(self) -> torch.Size: ...
@@ -119,6 +120,29 @@ class Eigenvectors(Protocol):
     def modulus_gap(self, moduli: Tensor | None = None) -> Tensor: ...
 
     def residual(self, values: Tensor, rows: Tensor) -> Tensor: ...
+
+
+class SingularVectors(Protocol):
+    """The form `max tr(YAᵀWAYᵀ)` subject to `YYᵀ = I`, or its minimum, from `A` and `W` itself."""
+
+    largest: bool
+    single: bool
+
+    @property
+    def batch_shape(self) -> torch.Size: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def tensors(self) -> tuple[Any, ...]: ...
+
+
+class Triplets(SingularVectors, Protocol):
+    """The same with left vectors: every row is `(u, v)`. There are no weights, and `m ≥ n`."""
 
 
 class Solver(Configured):

@@ -62,7 +62,7 @@ class Dense(Solver):
             value=rows,
             multiplier=top,
             residual=problem.residual(top, rows) if report else unknown,
-            gap=gap_of(values.detach().flip(-1), k, problem.skip) if report else unknown,
+            gap=gap_of(values.detach().flip(-1), problem) if report else unknown,
             iterations=none,
             converged=converged,
             kept=Decomposition(vectors.mT, values),

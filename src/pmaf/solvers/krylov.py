@@ -84,15 +84,17 @@ def find_eigenvectors(
     product = rows.of_symmetric_part if symmetric else rows
     guards = 1 if init is not None and k < n else 0
     start = _start(A, k, guards, init)
-    skip = problem.skip
-    found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards, skip)
+    task = Dominant(guards)
+    if symmetric:
+        task = Largest(k, guards, copies=problem.copies, skip=problem.skip)
+    found = search_eigenvectors(product, start, task, solver, rows)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
         # Squares over- or underflow in the search or in the operator: search again in other units.
         rows.unit(product(start))  # raises an error where products overflow
         rows.change_units(start)
         product = rows.of_symmetric_part if symmetric else rows
-        found = search_eigenvectors(product, start, k, symmetric, solver, rows, guards, skip)
+        found = search_eigenvectors(product, start, task, solver, rows)
     rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
@@ -112,23 +114,16 @@ def find_eigenvectors(
 
 
 def search_eigenvectors(
-    product: Product,
-    start: Tensor,
-    k: int,
-    symmetric: bool,
-    solver: Krylov,
-    rows: Rows,
-    guards: int = 0,
-    skip: int = 0,
+    product: Product, start: Tensor, task: Largest | Dominant, solver: Krylov, rows: Rows
 ) -> Found:
     return search(
         product,
         start,
-        Largest(k, guards, skip=skip) if symmetric else Dominant(guards),
-        size=solver.size(start.shape[-1], k + guards),
+        task,
+        size=solver.size(start.shape[-1], start.shape[-2]),
         tolerance=solver.tolerance_of(start.dtype),
         limit=solver.max_products,
-        symmetric=symmetric,
+        symmetric=isinstance(task, Largest),
         agreed=rows.agreed,
     )
 

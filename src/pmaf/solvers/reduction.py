@@ -1,4 +1,4 @@
-"""Eigenvectors, and least squares on the sphere, by compiled kernels."""
+"""Eigenvectors, singular vectors, and least squares on the sphere, by compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from pmaf import native
 from pmaf.errors import require_finite
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Eigenvectors, LeastSquares, Outcome, Solver, has_form
+from pmaf.solvers.base import (
+    Eigenvectors,
+    LeastSquares,
+    Outcome,
+    SingularVectors,
+    Solver,
+    has_form,
+)
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.report import outcome, without_report
 from pmaf.solvers.secular import Secular, residual_of
+from pmaf.solvers.singular import SVD, solve_reduced
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import Exact, Kept, Nothing
 
@@ -35,14 +43,22 @@ class Reduction(Solver):
     For least squares in float32, the smaller of `AᵀA` and `AAᵀ` is reduced, and every step of the
     secular equation takes O(n). `Secular()` solves everything else: other dtypes, matrices that
     many problems share, and batch entries in which the lowest singular value repeats.
+
+    For right singular vectors in float32, `AᵀA` is formed and reduced in double precision; `SVD()`
+    solves everything else.
     """
 
-    solves = (Eigenvectors, LeastSquares)
+    solves = (Eigenvectors, LeastSquares, SingularVectors)
     always_converges = True
 
     def solve(self, problem: Any, *, init: Tensor | None = None, report: bool = True) -> Outcome:
         if has_form(problem, LeastSquares):
             return self._minimum(problem, init, report)
+        if has_form(problem, SingularVectors):
+            compiled = problem.single and native.takes(problem.matrix)
+            return (
+                solve_reduced(problem, report) if compiled else _SVD.solve(problem, report=report)
+            )
         return self._eigenvectors(problem, report)
 
     def keeps(self, problem: Any) -> type[Kept]:
@@ -127,4 +143,4 @@ def takes_least_squares(A: Tensor) -> bool:
     return A.dtype == torch.float32 and native.takes(A)
 
 
-_DENSE, _SECULAR = Dense(), Secular()
+_DENSE, _SECULAR, _SVD = Dense(), Secular(), SVD()

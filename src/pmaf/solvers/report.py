@@ -86,15 +86,10 @@ def outcome(
     kept: Kept = NOTHING,
 ) -> Outcome:
     """An outcome; the gap is computed only for a report."""
-    k = values.shape[-1]
     batch = problem.batch_shape
     gap = torch.full(batch, torch.nan, dtype=values.dtype, device=values.device)
     if report:
-        gap = (
-            gap_of(problem.spectrum(), k, problem.skip)
-            if problem.symmetric
-            else problem.modulus_gap()
-        )
+        gap = gap_of(problem.spectrum(), problem) if problem.symmetric else problem.modulus_gap()
     return Outcome(
         value=vectors.mT,
         multiplier=values,
@@ -117,12 +112,15 @@ def without_report(
         return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
 
 
-def gap_of(spectrum: Tensor, k: int, skip: int = 0) -> Tensor:
+def gap_of(spectrum: Tensor, problem: Eigenvectors) -> Tensor:
     """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
 
-    `spectrum` has all eigenvalues, descending; the first `k` are requested, except for `skip` of
-    them. The distance is infinite for `n = 1`.
+    `spectrum` has all eigenvalues, descending, each `problem.copies` times. The first
+    `problem.width` are requested, except for `problem.skip` of them. The distance is infinite if
+    there is one eigenvalue only.
     """
+    copies = problem.copies
+    spectrum, k, skip = spectrum[..., ::copies], -(-problem.width // copies), problem.skip // copies
     n = spectrum.shape[-1]
     if n == 1:
         return torch.full_like(spectrum[..., 0], torch.inf)

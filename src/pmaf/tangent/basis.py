@@ -94,6 +94,17 @@ class TangentSolver:
         self.over_q = q.reciprocal().masked_fill(q == 0, 0)
         self.over_low = low.reciprocal().masked_fill(low.abs() <= threshold, 0)
 
+    def growth(self) -> tuple[Tensor, Tensor]:
+        """`s` and `κ` with `Hs + κy = 0`, `yᵀs = 1`: how `y` and `−H` move with the radius.
+
+        `s` is `H⁻¹y` up to its length, so that nothing is lost where `H` is ill-conditioned.
+        """
+        inside = torch.addcmul(self.y_low, self.low, self.weighted) * self.over_d
+        s = rmatvec(self.basis, inside + self.weighted * self.fallback)
+        if not self.complete:
+            s = s + self.y_rest * self.over_d
+        return s, -(self.low * self.over_d + self.fallback).squeeze(-1)
+
     def __call__(self, v: Tensor) -> Tensor:
         v_in = matvec(self.basis, v)
         v_low = v_in * self.lowest

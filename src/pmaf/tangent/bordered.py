@@ -116,7 +116,9 @@ class _TangentSolve(torch.autograd.Function):
             d_tensors, d_shift = system.pullback(w, z, tensors, shift)
             linked = system.linked(tuple(x.detach() for x in tensors), state)
             if linked is not None:
-                nu, omega, d_shift = (torch.where(linked, x, 0) for x in (nu, omega, d_shift))
+                nu, omega = (torch.where(linked, x, 0) for x in (nu, omega))
+                # Rows of `y` beyond those of `v` have no shift.
+                d_shift = torch.where(linked[..., : d_shift.shape[-1]], d_shift, 0)
             dy = -(nu.mT @ w + omega.mT @ z)
         d_tensors = (*(None if x is None else -x for x in d_tensors), None)[:2]
         return None, None, w, dy, *d_tensors, -d_shift, None, None, None, None

@@ -29,6 +29,17 @@ class Decomposition(NamedTuple):
     values: Tensor  # (*, n)
 
 
+class SingularBasis(NamedTuple):
+    """All right singular vectors of a matrix, and its singular values, from the largest on.
+
+    A wide matrix has as many zeros among its values as are missing. For triplets, the rows are left
+    and right vectors side by side, and `p = min(m, n)`.
+    """
+
+    rows: Tensor  # (*, n, n), orthonormal, or (*, p, m + n)
+    values: Tensor  # (*, n), or (*, p)
+
+
 class Factor(NamedTuple):
     """A Cholesky factor of the curvature plus a multiple of `yyᵀ`; nan or zero if there is none."""
 
@@ -57,6 +68,6 @@ class Congruence(NamedTuple):
 
 
 NOTHING = Nothing()
-Kept = Nothing | Basis | Decomposition | Factor | Rate | Exact | Congruence
+Kept = Nothing | Basis | Decomposition | SingularBasis | Factor | Rate | Exact | Congruence
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
-RETURNED = (Basis, Decomposition, Factor)
+RETURNED = (Basis, Decomposition, SingularBasis, Factor)

@@ -7,6 +7,7 @@ from pmaf_lab.bench.graphs import Graphs
 from pmaf_lab.bench.least_squares import LessRace
 from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
+from pmaf_lab.bench.problems import HermitianRace, NullspaceRace, PairsRace
 from pmaf_lab.bench.users import UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
 
@@ -55,6 +56,9 @@ BENCHMARKS = Collection(
         EigenvectorsRace(),
         GeneralRace(),
         EigenCrossover(),
+        NullspaceRace(),
+        PairsRace(),
+        HermitianRace(),
         Graphs(),
         PrincipalComponents(),
     ),

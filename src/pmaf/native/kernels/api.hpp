@@ -14,6 +14,7 @@ struct Forward {
   const double *second;    // (n), decides signs where the sum of a vector is zero
   double tolerance;        // up to which a sum counts as zero
   void *values, *vectors;  // (batch, k), (batch, k, n)
+  int columns;             // whether the vectors are (batch, n, k)
   uint8_t *failed;         // (batch), or null
 };
 
@@ -28,6 +29,7 @@ struct Backward {
   int n, k, rows;
   double sign;
   double equal;     // relative distance up to which eigenvalues count as one
+  int columns;      // whether y is (batch, n, k) and v is (batch, n, rows)
   void *result;     // the gradient (batch, n, n), or the solutions (batch, rows, n)
   uint8_t *failed;  // (batch), or null
 };
@@ -63,9 +65,8 @@ struct Kernels {
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
 };
 
-// Calls body(data, i) for i from 0 to items − 1, by several threads; `long_` if all of it takes longer
-// than a turn of a thread on a core.
-void for_each(long items, int threads, bool long_, void (*body)(void *, long), void *data);
+// Calls body(data, i) for i from 0 to items − 1, by several threads.
+void for_each(long items, int threads, void (*body)(void *, long), void *data);
 
 // Memory of the calling thread, aligned for every vector.
 double *workspace(long numbers);

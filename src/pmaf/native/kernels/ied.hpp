@@ -102,12 +102,15 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
     const R sign = sign_of(z, n, p.second, p.tolerance);
     values[j] = choose(size_of(values[j]) < all_of<R>(16 * PIVOT), all_of<R>(0), values[j]);
     values[j] *= unit * all_of<R>(p.sign);
-    F *value = (F *)p.values + first * k + j, *vector = (F *)p.vectors + (first * k + j) * n;
+    const Place place(j, k, n, p.columns);
+    F *value = (F *)p.values + first * k + j;
+    F *vector = (F *)p.vectors + first * k * n + place.start;
     for (int l = 0; l < lanes && l < filled; ++l) {
       value[l * k] = (F)get(values[j], l);
       F *to = vector + (long)l * k * n;
       const double s = get(sign, l);
-      for (int i = 0; i < n; ++i) to[i] = (F)(s * ((const double *)z)[i * lanes + l]);
+      for (int i = 0; i < n; ++i)
+        to[i * place.stride] = (F)(s * ((const double *)z)[i * lanes + l]);
     }
   }
   long many = 0;
@@ -167,8 +170,11 @@ inline long solve_complement(const Backward &p, long first, int filled,
   const F *A = (const F *)p.A + first * n * n;
   const R unit = load<S, F>(A, n, filled, p.sign, a);
   for (int i = 0; i < (k + rows + 6) * stride; ++i) inverse[i] = none;
-  for (int j = 0; j < k; ++j)
-    load_row<R, F>((const F *)p.y + (first * k + j) * n, (long)k * n, filled, n, y + j * stride);
+  for (int j = 0; j < k; ++j) {
+    const Place place(j, k, n, p.columns);
+    const F *from = (const F *)p.y + first * k * n + place.start;
+    load_row<R, F>(from, (long)k * n, filled, n, y + j * stride, place.stride);
+  }
   // The rows have been rounded: in double precision they are normalised again.
   for (int j = 0; j < k; ++j) {
     R *row = y + j * stride;
@@ -196,7 +202,9 @@ inline long solve_complement(const Backward &p, long first, int filled,
       shifts[j] = values[j];
     }
     if (!p.v) continue;
-    load_row<R, F>((const F *)p.v + (first * rows + j) * n, (long)rows * n, filled, n, row);
+    const Place place(j, rows, n, p.columns);
+    const F *from = (const F *)p.v + first * rows * n + place.start;
+    load_row<R, F>(from, (long)rows * n, filled, n, row, place.stride);
   }
   // For a gradient, z has a part along the other vectors, in closed form. The symmetric part of the
   // products of v and y does not matter, and a difference below rounding of v counts as zero: for a
@@ -223,8 +231,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
           choose(known, turn / choose(rise == none, one, rise), none);
     }
   for (int j = 0; j < k && coupled; ++j) inside[j * k + j] = none;
-  // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
-  // elsewhere.
+  // λI − S plus what makes it as large along y as it is elsewhere.
   int nulls = 0;
   R *null = shifts + rows;
   const auto factor = [&](R shift) {
@@ -234,8 +241,6 @@ inline long solve_complement(const Backward &p, long first, int filled,
       row[r] += shift;
       for (int i = 0; i < k; ++i)
         add(row, (scale - (shift - values[i])) * y[i * stride + r], y + i * stride, n);
-      for (int i = 0; i < nulls; ++i)
-        add(row, scale * null[i * stride + r], null + i * stride, n);
     }
     S::factor(K, n, stride, inverse, all_of<R>(EPS) * scale);
   };
@@ -244,10 +249,12 @@ inline long solve_complement(const Backward &p, long first, int filled,
     for (int i = 0; i < nulls; ++i) orthogonal_to(x, null + i * stride, n);
   };
   for (int j = 0; j < rows && p.v; ++j) {
-    bool fresh = j == 0 || nulls > 0;
+    bool fresh = j == 0;
     for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
-    nulls = 0;
-    if (fresh) factor(shifts[j]);
+    if (fresh) {
+      nulls = 0;
+      factor(shifts[j]);
+    }
     R *row = z + j * stride;
     clear(row);
     for (int i = 0; i < n; ++i) right[i] = row[i];
@@ -257,6 +264,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       clear(row);
       // ‖K⁻¹z‖/‖z‖ is a lower bound of 1/gap, close to it where a small gap matters. If the gap is
       // rounding, K⁻¹z is a null vector: there is no derivative along it, and z gets no part along it.
+      // It is one of the computed factors, too, so that they serve for its complement.
       for (int i = 0; i < n; ++i) again[i] = row[i];
       S::solve(K, n, stride, inverse, again);
       clear(again);
@@ -272,7 +280,6 @@ inline long solve_complement(const Backward &p, long first, int filled,
       for (int i = 0; i < n; ++i) next[i] = again[i] * length;
       for (int i = n; i < stride; ++i) next[i] = none;
       ++nulls;
-      factor(shifts[j]);
       for (int i = 0; i < n; ++i) row[i] = right[i];
     }
     for (int i = 0; i < k && coupled; ++i) add(row, inside[i * k + j], y + i * stride, n);

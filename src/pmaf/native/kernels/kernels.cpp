@@ -13,8 +13,6 @@ constexpr double PIECE = 2e4;
 
 // To wake another thread takes as long as this many multiplications.
 constexpr double WAKING = 4e5;
-// In so many it takes its turn on a core.
-constexpr double TURN = 8e6;
 
 template <class P> using Piece = long (*)(const P &, long, int, double *);
 
@@ -44,7 +42,7 @@ long run(const P &problem, Piece<P> piece, int lanes, long numbers, double cost,
   Job<P> job{&problem, piece, numbers * lanes, 0, groups * lanes, lanes};
   const long items = (problem.batch + job.many - 1) / job.many;
   const double all = cost * problem.batch;
-  for_each(items, all > WAKING ? threads : 1, all > TURN, work<P>, &job);
+  for_each(items, all > WAKING ? threads : 1, work<P>, &job);
   return job.failed;
 }
 

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -26,6 +27,12 @@ namespace {
 const Kernels *chosen = &baseline;
 const char *chosen_name = "baseline";
 
+// The runtime of OpenMP that torch has loaded, if any. Its threads go on looking for work for some
+// milliseconds after each region, so that they are faster at hand than any others, and keep others
+// from the cores. But a region ends only when all of them have had a turn on a core, which takes
+// milliseconds beside other processes.
+using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+
 // A division of work into items, which any thread may take.
 struct Team {
   long items;
@@ -33,20 +40,55 @@ struct Team {
   void *data;
   std::atomic<long> next{0}, done{0};
 
-  void join() {
-    for (long i = next++; i < items; i = next++) {
+  // Takes items until none is left, and returns how many it took.
+  long join() {
+    long taken = 0;
+    for (long i = next++; i < items; i = next++, ++taken) {
       body(data, i);
       ++done;
     }
+    return taken;
   }
 };
 
-// The runtime of OpenMP that torch has loaded, if any. Its threads go on looking for work for some
-// milliseconds after each region, so that they are faster at hand than any others; but a region ends
-// only when all of them have had a turn on a core, which takes milliseconds beside other processes.
-using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
+long nanoseconds() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return (long)std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
 
-// Threads that help the one that calls a kernel with work that takes less than that.
+// A region of OpenMP, and whether to enter one: not for a while after one whose threads were late.
+//
+// The while is RARELY times as long as the caller waited for them, so that it loses at most one part
+// in RARELY of its time, however busy the machine is.
+struct Region {
+  static constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds, beyond the last items of others
+  static std::atomic<long> avoided_until;
+  static bool forked;  // such a process has none of the threads, and would wait for them for ever
+
+  Team *team;
+  std::thread::id caller = std::this_thread::get_id();
+  long begin = nanoseconds(), ready = begin, taken = 0;
+
+  static bool is_wise() { return !forked && nanoseconds() >= avoided_until; }
+
+  static void enter(void *region) {
+    Region &mine = *(Region *)region;
+    const long taken = mine.team->join();
+    if (std::this_thread::get_id() != mine.caller) return;
+    mine.taken = taken;
+    mine.ready = nanoseconds();
+  }
+
+  void judge() const {
+    const long end = nanoseconds(), item = taken ? (ready - begin) / taken : 0;
+    const long lost = end - ready - 4 * item;
+    if (lost > LATE) avoided_until = end + RARELY * lost;
+  }
+};
+std::atomic<long> Region::avoided_until{0};
+bool Region::forked = false;
+
+// Threads that help the one that calls a kernel while those of OpenMP are late.
 //
 // The caller waits for items that were taken, not for threads: if none of them gets a core, it does
 // everything itself.
@@ -90,17 +132,15 @@ std::mutex making;
 
 Helpers &all_helpers() {
   const std::lock_guard<std::mutex> lock(making);
-  if (!helpers) {
-    helpers = new Helpers;
-    // Another thread may hold the lock while this process is forked.
-    static const int registered = pthread_atfork(nullptr, nullptr, [] {
-      helpers = nullptr;
-      new (&making) std::mutex;
-    });
-    (void)registered;
-  }
+  if (!helpers) helpers = new Helpers;
   return *helpers;
 }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  Region::forked = true;
+  helpers = nullptr;
+  new (&making) std::mutex;  // another thread may have held the lock
+});
 
 struct Memory {
   double *start = nullptr;
@@ -110,7 +150,7 @@ struct Memory {
 
 }  // namespace
 
-void for_each(long items, int threads, bool long_, void (*body)(void *, long), void *data) {
+void for_each(long items, int threads, void (*body)(void *, long), void *data) {
   if (threads > items) threads = (int)items;
   if (threads <= 1) {
     for (long i = 0; i < items; ++i) body(data, i);
@@ -119,8 +159,10 @@ void for_each(long items, int threads, bool long_, void (*body)(void *, long), v
   const auto team = std::make_shared<Team>();
   team->items = items, team->body = body, team->data = data;
   static const Parallel openmp = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-  if (long_ && openmp) {
-    openmp([](void *argument) { ((Team *)argument)->join(); }, team.get(), (unsigned)threads, 0);
+  if (openmp && Region::is_wise()) {
+    Region region{team.get()};
+    openmp(Region::enter, &region, (unsigned)threads, 0);
+    region.judge();
     return;
   }
   all_helpers().call(team, threads - 1);
@@ -145,7 +187,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below.
-EXPORT int pmaf_version() { return 1; }
+EXPORT int pmaf_version() { return 2; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -167,16 +209,18 @@ EXPORT const char *pmaf_choose(const char *name) {
 
 EXPORT long pmaf_ied_forward(const void *A, long batch, int n, int k, int is_double, double sign,
                              const double *second, double tolerance, void *values, void *vectors,
-                             uint8_t *failed, int threads) {
-  const pmaf::Forward p{A, batch, n, k, sign, second, tolerance, values, vectors, failed};
+                             int columns, uint8_t *failed, int threads) {
+  const pmaf::Forward p{A,         batch,  n,       k,       sign,  second,
+                        tolerance, values, vectors, columns, failed};
   return pmaf::chosen->forward[is_double](p, threads);
 }
 
 EXPORT long pmaf_ied_backward(const void *A, const void *y, const void *v, const void *shift,
                               const void *d_values, long batch, int n, int k, int rows,
-                              int is_double, double sign, double equal, void *result,
-                              uint8_t *failed, int threads) {
-  const pmaf::Backward p{A, y, v, shift, d_values, batch, n, k, rows, sign, equal, result, failed};
+                              int is_double, double sign, double equal, int columns,
+                              void *result, uint8_t *failed, int threads) {
+  const pmaf::Backward p{A,    y,    v,     shift,   d_values, batch, n,
+                         k,    rows, sign,  equal,   columns,  result, failed};
   return pmaf::chosen->backward[is_double](p, threads);
 }
 

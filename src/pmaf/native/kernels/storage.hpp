@@ -81,11 +81,19 @@ template <class R> inline void orthogonal_to(R *x, const R *y, int n) {
   add(x, -dot(x, y, n), y, n);
 }
 
-template <class R, class F> inline void load_row(const F *x, long step, int filled, int n, R *to) {
+// Vector j of `many` with n numbers, of each matrix: they are rows, or columns.
+struct Place {
+  long start, stride;
+  Place(int j, int many, int n, int columns)
+      : start(columns ? j : (long)j * n), stride(columns ? many : 1) {}
+};
+
+template <class R, class F>
+inline void load_row(const F *x, long step, int filled, int n, R *to, long stride = 1) {
   constexpr int lanes = Kind<R>::lanes;
   for (int l = 0; l < lanes; ++l) {
     const F *from = x + (l < filled ? l : 0) * step;
-    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[i];
+    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[i * stride];
   }
 }
 

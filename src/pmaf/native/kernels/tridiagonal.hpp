@@ -54,6 +54,13 @@ template <class R> inline Evaluation<R> evaluate(const Tridiagonal<R> &t, R x) {
   return found;
 }
 
+// How many of the unknown eigenvalues, of which there are `degree`, are about equally near.
+template <class R> inline R multiplicity(const Evaluation<R> &at, R degree) {
+  const R one = all_of<R>(1), shift = all_of<R>(0x1.8p52);  // which rounds to a whole number
+  const R ratio = at.first * at.first / larger(at.second, all_of<R>(PIVOT)) - all_of<R>(0.3);
+  return larger(one, smaller(degree, (smaller(ratio, degree) + shift) - shift));
+}
+
 // The number of eigenvalues above x.
 template <class R> inline R count_above(const Tridiagonal<R> &t, R x) {
   const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
@@ -72,16 +79,16 @@ template <class R> inline R count_above(const Tridiagonal<R> &t, R x) {
 // by the zeros that are known leads to the others. Sturm counts at the iterates say in which
 // direction the eigenvalue is, and make a bracket: the method ends when that is as narrow as
 // rounding, which proves the result. Each step goes too far by `width`, so that at convergence it
-// ends on the other side and completes the bracket. Where more than one unknown eigenvalue is above
-// the iterate, the bracket is bisected.
+// ends on the other side and completes the bracket. Where more unknown eigenvalues are above the
+// iterate than the step was meant for, the bracket is bisected.
 template <class R> inline void largest_values(const Tridiagonal<R> &t, int k, R *values) {
   const R one = all_of<R>(1), none = all_of<R>(0), half = all_of<R>(0.5);
   const R width = t.unit, narrow = width * all_of<R>(4);
   R high = t.high, x = high;
   for (int j = 0; j < k; ++j) {
-    const R degree = all_of<R>(t.n - j), less = degree - one;
-    const R limit = all_of<R>(j + 0.5), more = all_of<R>(j + 1.5);
-    R low = t.low;
+    const R degree = all_of<R>(t.n - j);
+    const R limit = all_of<R>(j + 0.5);
+    R low = t.low, zeros = one;
     MaskOf<R> active = high - low > narrow;
     for (int step = 0; step < 160 && any(active); ++step) {
       Evaluation<R> at = evaluate(t, x);
@@ -93,11 +100,16 @@ template <class R> inline void largest_values(const Tridiagonal<R> &t, int k, R 
       const MaskOf<R> above = at.count < limit;
       high = choose(both(active, both(above, x < high)), x, high);
       low = choose(both(active, both(negate(above), x > low)), x, low);
-      const R square = root(larger(less * (degree * at.second - at.first * at.first), none));
+      const MaskOf<R> few = at.count < limit + zeros;
+      // Near an eigenvalue of multiplicity r, first²/second is r, and the method for r-fold zeros
+      // converges cubically, where the one for simple zeros is linear.
+      if (step > 2) zeros = multiplicity(at, degree);
+      const R square = root(larger((degree - zeros) / zeros *
+                                   (degree * at.second - at.first * at.first), none));
       const R divisor = choose(above, at.first + square, square - at.first);
       const R move = degree / divisor + width;
       R next = choose(above, x - move, x + move);
-      const MaskOf<R> inside = both(both(next > low, next < high), at.count < more);
+      const MaskOf<R> inside = both(both(next > low, next < high), few);
       next = choose(both(inside, divisor > none), next, half * (low + high));
       active = both(active, high - low > narrow);
       x = choose(active, next, x);

@@ -1,0 +1,174 @@
+"""Differentiable functions `V f(Λ) Vᵀ` of a symmetric matrix.
+
+The decomposition is a constant. What carries the derivatives are the formulas of
+`linalg/matrix_function.py`, which are exact where eigenvalues repeat. In reverse mode a `Function`
+adds to each derivative the next one, which is computed only if it is asked for. It has no `jvp`,
+which a trace cannot follow and with which forward mode over forward mode is wrong. In forward
+mode the value is Taylor's polynomial in `A − VΛVᵀ`, which is rounding but has tangents; its degree
+is the number of transforms around the call. A trace of `torch.func.grad` takes the polynomial, too:
+it may leave out the backward pass of a `Function`, and always leaves out its derivatives.
+
+A function with parameters is recorded by autograd, at constant eigenvalues. So the gradient of the
+parameters would be constant in the matrix. Its derivative in the matrix is that of the divided
+differences of the function in the parameters: they are an input of the `Function`, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf.linalg.matrix_function import MatrixFunction
+from pmaf.linalg.products import symmetric_part
+from pmaf.runtime.modes import full_precision, transforms_around
+from pmaf.runtime.threads import OneThread
+
+
+def differentiable(function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """`V f(Λ) Vᵀ`, differentiable in `A` and in what the function itself depends on."""
+    return _derivative(function, A, values, vectors, None)
+
+
+def _derivative(
+    function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor, directions: Tensor | None
+) -> Tensor:
+    """The derivative of `V f(Λ) Vᵀ` in symmetric directions `(*, m, n, n)`; the value for None."""
+    if directions is None:
+        total = function.value(values, vectors)
+    elif directions.shape[-3] == 1:
+        total = function.first(values, vectors, directions.squeeze(-3))
+    else:
+        basis = vectors.unsqueeze(-3)
+        turned = basis.mT @ directions @ basis
+        if function.learned:
+            inner = function.words(values, turned)
+        else:
+            inner = _Words.apply(values, turned, function)
+        total = vectors @ inner @ vectors.mT
+    slopes = function.slopes(values) if function.learned and directions is None else None
+    found: Any = _Follow.apply(total, slopes, A, values, vectors, directions, function)
+    return found
+
+
+class _Follow(torch.autograd.Function):
+    """The symmetric part of a derivative, whose derivative in `A` is the next derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        total: Tensor,
+        slopes: Tensor | None,
+        A: Tensor,
+        values: Tensor,
+        vectors: Tensor,
+        directions: Tensor | None,
+        function: MatrixFunction,
+    ) -> Tensor:
+        return symmetric_part(total)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, A, values, vectors, directions, ctx.function = inputs
+        ctx.save_for_backward(A, values, vectors, directions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        A, values, vectors, directions = ctx.saved_tensors
+        needs_total, needs_slopes, needs_A, *_ = ctx.needs_input_grad
+        direction: Any = symmetric_part(grads[0])
+        dA, d_slopes = None, None
+        with full_precision(A.device), OneThread(A):
+            if needs_A:
+                more = direction.unsqueeze(-3)
+                more = more if directions is None else torch.cat((directions, more), -3)
+                # The derivative is symmetric in all its directions, the incoming one included.
+                dA = _derivative(ctx.function, A, values, vectors, more)
+            if needs_slopes and torch.is_grad_enabled():
+                d_slopes = _Mixed.apply(vectors.mT @ direction @ vectors, A, vectors)
+        if needs_total and ctx.function.learned and directions is not None:
+            direction = _Last.apply(direction, A)
+        return direction, d_slopes, dA, None, None, None, None
+
+
+class _Mixed(torch.autograd.Function):
+    """The gradient of the divided differences `f[λᵢ, λⱼ]` in the value, which is zero.
+
+    Its derivative in `A` is not zero: the value changes by `Σ f[λᵢ, λⱼ] Eᵢⱼ` with the change E.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(direction: Tensor, A: Tensor, vectors: Tensor) -> Tensor:
+        return torch.zeros_like(direction)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        direction, A, vectors = ctx.saved_tensors
+        with full_precision(A.device):
+            dA = symmetric_part(vectors @ (grads[0] * direction) @ vectors.mT)
+        return torch.zeros_like(direction), _Last.apply(dA, A), None
+
+
+class _Last(torch.autograd.Function):
+    """A derivative that raises an error when it is differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, A: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "third derivatives of pmaf.spectral in reverse mode need a function without "
+            "parameters that require gradients; detach the parameters, or use torch.func.jacfwd"
+        )
+
+
+class _Words(torch.autograd.Function):
+    """The sum over all inner indices, none of whose terms is kept for the backward pass."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, directions: Tensor, function: MatrixFunction) -> Tensor:
+        return function.words(values, directions)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        values, directions, ctx.function = inputs
+        ctx.save_for_backward(values, directions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, directions = ctx.saved_tensors
+        parts = directions.unbind(-3)
+        found: list[Any] = []
+        with full_precision(values.device):
+            for i in range(len(parts)):
+                others = torch.stack((*parts[:i], grads[0], *parts[i + 1 :]), -3)
+                found.append(_Words.apply(values, others, ctx.function))
+        return None, torch.stack(found, -3), None
+
+
+def forward(function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+    """`V f(Λ) Vᵀ` with tangents."""
+    change = vectors.mT @ symmetric_part(A) @ vectors - torch.diag_embed(values)
+    total = function.value(values, vectors)
+    for order in range(1, transforms_around(A) + 1):
+        word = function.word(values, [change] * order)
+        total = total + vectors @ word @ vectors.mT
+    return symmetric_part(total)

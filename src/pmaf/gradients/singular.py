@@ -1,0 +1,207 @@
+"""The optimality conditions of right singular vectors, for the implicit rule.
+
+The right singular vectors of `√W A`, with `W` the diagonal matrix of the weights, are eigenvectors
+of `AᵀWA`, at either end of its spectrum. With the requested vectors as the rows of `Y`, an
+incoming gradient `v` of row `j` requires the solution `z` of
+
+    (σⱼ²I − AᵀWA) z = v − Σ yᵢyᵢᵀv,   yᵢᵀz = 0,   the sum over all i with σᵢ = σⱼ,
+
+and the gradients are of rank 2k, with `wᵢ` the weight of the row `aᵢ` of `A`:
+
+    ∂L/∂A = W (A Zᵀ Y + A Yᵀ Z),   ∂L/∂wᵢ = Σ (aᵢᵀzⱼ)(aᵢᵀyⱼ).
+
+Neither divides by a weight, so that a weight may be zero. The differences `σᵢ² − σⱼ²` come from
+singular values of the matrix itself, as `(σᵢ − σⱼ)(σᵢ + σⱼ)`, not from a rounded Gram matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf import native
+from pmaf.linalg.products import norm
+from pmaf.linalg.singular import accuracy, rooted, singular_basis, weighted, weighted_gram
+from pmaf.runtime.log import took
+from pmaf.runtime.modes import plain
+from pmaf.tangent.bordered import State, Tensors, tangent_solve
+from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import SingularBasis
+
+
+@dataclass(frozen=True)
+class _GramSystem:
+    """Bordered systems of `Λ − AᵀWA`, coupled where singular values are equal."""
+
+    largest: bool
+    single: bool  # whether the numbers of `A` are those of a float32 matrix
+
+    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        kept = state.kept
+        if isinstance(kept, SingularBasis):
+            return self._in_basis(v, state.shift, *kept)
+        compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
+        if self.single and compiled:
+            return self._compiled(v, y, tensors, state.shift)
+        return self._in_basis(v, state.shift, *singular_basis(*tensors))
+
+    def linked(self, tensors: Tensors, state: State) -> Tensor | None:
+        if state.shift.shape[-1] == 1:
+            return None
+        return self._equal(state.shift, state.shift, self._top(tensors, state))
+
+    def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
+        A, weights = (*tensors, None)[:2]
+        assert A is not None
+        return shift @ z - weighted(z @ A.mT, weights) @ A
+
+    def pullback(
+        self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+        # The gradients of −Σ wᵀAᵀWAz, whose sum is over rows.
+        found = pulled(-w, z, tensors, [True] * len(tensors))
+        return found, w @ z.mT
+
+    def _in_basis(self, v: Tensor, shift: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        rise = _rise(shift, values)
+        equal = self._equal(shift, values, values[..., :1].unsqueeze(-1))
+        return ((v @ rows.mT) / torch.where(equal, 1, rise)).masked_fill(equal, 0) @ rows
+
+    def _compiled(self, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
+        """`z` by a factorisation of `AᵀWA` in float64, which has all digits of a float32 matrix."""
+        gram = weighted_gram(*tensors)
+        batch, (k, n) = v.shape[:-2], v.shape[-2:]
+        top = torch.linalg.matrix_norm(rooted(*tensors), keepdim=True)
+        # The kernels take the largest eigenvalues.
+        sign = 1.0 if self.largest else -1.0
+        flat = (x.reshape(-1, *x.shape[len(batch) :]) for x in (sign * gram, shift, y, v))
+        gram_, shift_, y_, v_ = flat
+        took("tangent: compiled")
+        z, failed = native.complement_solve(gram_, sign * shift_.square(), y_, v_)
+        z = sign * z.reshape(*batch, k, n)
+        failed = torch.zeros(batch, dtype=torch.bool) if failed is None else failed.reshape(batch)
+        # Were all other singular values further away than those that count as equal, z would be
+        # shorter than this.
+        close = accuracy(v.dtype, self.single) * top.squeeze(-1)
+        limit = norm(v) / (close * (2 * shift + close)).clamp_min(torch.finfo(v.dtype).tiny)
+        failed = failed | (norm(z) > limit).any(-1) | (top == 0).flatten(-2).any(-1)
+        if k > 1:
+            inside = self._equal(shift, shift, top)
+            part = (v @ y.mT) / torch.where(inside, 1, _rise(shift, shift))
+            z = z + part.masked_fill(inside, 0) @ y
+        if bool(failed.any()):
+            took("tangent: decomposition")
+            some = tuple(
+                x.expand(*batch, *x.shape[x.dim() - own :])[failed]
+                for x, own in zip(tensors, (2, 1))
+            )
+            z[failed] = self._in_basis(v[failed], shift[failed], *singular_basis(*some))
+        return z
+
+    def _equal(self, first: Tensor, second: Tensor, top: Tensor) -> Tensor:
+        """Which singular values, `(*, k)` and `(*, p)`, are equal up to rounding of `top`."""
+        difference = first.unsqueeze(-1) - second.unsqueeze(-2)
+        return difference.abs() <= accuracy(top.dtype, self.single) * top
+
+    def _top(self, tensors: Tensors, state: State) -> Tensor:
+        """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
+        if isinstance(state.kept, SingularBasis):
+            return state.kept.values[..., :1].unsqueeze(-1)
+        return torch.linalg.matrix_norm(rooted(*tensors), keepdim=True)
+
+
+def _rise(first: Tensor, second: Tensor) -> Tensor:
+    """`σᵢ² − σⱼ²`, `(*, k, p)`, without the rounding of squares."""
+    first, second = first.unsqueeze(-1), second.unsqueeze(-2)
+    return (first - second) * (first + second)
+
+
+def pulled(
+    z: Tensor, y: Tensor, tensors: Tensors, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `Σ zᵀAᵀWAy` over rows in `A` and the weights, where they are needed."""
+    A, weights = (*tensors, None)[:2]
+    assert A is not None
+    Az, Ay = z @ A.mT, y @ A.mT
+    dA = dw = None
+    if needs[0]:
+        left = torch.cat([weighted(Az, weights), weighted(Ay, weights)], -2)
+        dA = (left.mT @ torch.cat([y, z], -2)).sum_to_size(A.shape)
+    if weights is None:
+        return (dA,)
+    if needs[1]:
+        dw = (Az * Ay).sum(-2).sum_to_size(weights.shape)
+    return dA, dw
+
+
+@dataclass(frozen=True, eq=False)
+class SingularConditions:
+    """Optimality conditions of requested right singular vectors, all of them at once."""
+
+    tensors: Tensors
+    y: Tensor  # (*, k, n), the vectors as rows
+    values: Tensor  # (*, k), the singular values
+    d_values: Tensor | None  # (*, k), incoming gradient of the values
+    state: State
+    largest: bool
+    single: bool
+
+    def tangent_solve(self, v: Tensor | None) -> Tensor:
+        """`z` for the incoming gradients `v` of the vectors and `d_values` of the values."""
+        y, values, k = self.y, self.values, self.values.shape[-1]
+        along = None
+        if self.d_values is not None:
+            # Of a singular value that is zero, zero is one of the subgradients.
+            size = torch.linalg.matrix_norm(rooted(*(x.detach() for x in self.tensors)))
+            zero = values <= (accuracy(y.dtype, self.single) * size).unsqueeze(-1)
+            weight = (0.5 * self.d_values / torch.where(zero, 1, values)).masked_fill(zero, 0)
+            along = weight.unsqueeze(-1) * y
+        if v is None:
+            assert along is not None
+            return along
+        shift = torch.diag_embed(values.square())
+        if k > 1 and torch.is_grad_enabled():  # the coupling is zero, its derivative is not
+            A, weights = (*self.tensors, None)[:2]
+            assert A is not None
+            image = y @ A.mT
+            eye = torch.eye(k, dtype=torch.bool, device=y.device)
+            shift = shift + (weighted(image, weights) @ image.mT).masked_fill(eye, 0)
+        system = _GramSystem(self.largest, self.single)
+        z = tangent_solve(system, v, y, self.tensors, shift, self.state)
+        return z if along is None else z + along
+
+    def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        return pulled(z, self.y, self.tensors, needs)
+
+
+def singular_newton(
+    tensors: Tensors, fixed: Tensors, found: Any, single: bool
+) -> Callable[[Tensor], Tensor]:
+    """Newton's step for right singular vectors as rows `(*, k, n)`, from a solution for `fixed`."""
+    A, weights = (*tensors, None)[:2]
+    assert A is not None
+    kept = found.kept
+    rows, spectrum = kept if isinstance(kept, SingularBasis) else singular_basis(*fixed)
+    values, top = found.multiplier, spectrum[..., :1].unsqueeze(-1)
+
+    def equal(others: Tensor) -> Tensor:
+        difference = values.unsqueeze(-1) - others.unsqueeze(-2)
+        return difference.abs() <= accuracy(values.dtype, single) * top
+
+    merged = equal(spectrum)
+    inverse = (1 / torch.where(merged, 1, _rise(values, spectrum))).masked_fill(merged, 0)
+    # The vectors of a repeated singular value move together: only their span has derivatives.
+    linked = equal(values)
+
+    def step(y: Tensor) -> Tensor:
+        image = weighted(y @ A.mT, weights) @ A
+        rest = image - torch.where(linked, image @ y.mT, 0) @ y
+        y = y + ((rest @ rows.mT) * inverse) @ rows
+        # Newton's step towards orthonormal rows, whose error is the square of the last step.
+        return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
+
+    return step

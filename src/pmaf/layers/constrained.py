@@ -1,0 +1,406 @@
+"""Options of least squares: a ball, an ellipsoid, weights, a radius that gets a gradient.
+
+An ellipsoid `uᵀMu = ρ²` is a sphere in other coordinates: with `M = LLᵀ`, `u = ρL⁻ᵀw` for a unit
+vector `w`, which solves the problem of `AL⁻ᵀ` and `b/ρ`. Solvers work in these coordinates, and the
+coordinates are fixed: `L` is not differentiated, because a factor of an ill-conditioned `M` has a
+derivative in which large numbers cancel. In fixed coordinates the constraint is `wᵀM′w = ρ′²` with
+`M′ = L⁻¹ML⁻ᵀ` and `ρ′`, whose values are the identity and one, and which are differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf import errors
+from pmaf.autograd.forward_mode import STEPS
+from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.by_products import Incoming, weighted_gradients
+from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
+from pmaf.linalg import sphere
+from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
+from pmaf.linalg.roundings import power_of_two, times_power
+from pmaf.operators import Diagonal, Operator
+from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors, in_dtype
+from pmaf.operators.rows import rows_of
+from pmaf.problem import Problem
+from pmaf.runtime.modes import plain
+from pmaf.solution import Certificate
+from pmaf.solvers import Secular, Solver
+from pmaf.solvers.auto import SECULAR, best_minimum
+from pmaf.solvers.base import Outcome
+from pmaf.solvers.exact import solve_exactly, solve_inside
+from pmaf.tangent.basis import TangentSolver
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kkt import Point, invert
+
+
+@dataclass(frozen=True, eq=False)
+class ConstrainedLeastSquares(Problem):
+    """`min ½Σᵢ wᵢ(aᵢu − bᵢ)²` with `√(uᵀMu) = ρ`, or at most `ρ`, as solvers take it.
+
+    The value of `M` is the identity and that of `ρ` is one, so that solvers work on the unit sphere
+    or in the unit ball. They are here for their derivatives.
+
+    Args:
+        A: `(*, m, n)`, or an operator; below it, `M` or its diagonal. See `Layout`.
+        sides: `(*, p, m)`, which has rows of `b`, of weights and of the radius. A solve has two
+            tensors.
+        ball: whether the constraint is an inequality.
+        weighted: whether there are weights.
+        resized: whether there is a radius.
+        single: whether the numbers had the digits of float32 before they were converted to float64.
+    """
+
+    A: Tensor | Operator
+    sides: Tensor
+    ball: bool = False
+    weighted: bool = False
+    resized: bool = False
+    single: bool = False
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "sides": 2}
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.weighted, self.resized)
+
+    @property
+    def parts(self) -> Parts:
+        return self.layout.split(*self.tensors)
+
+    @property
+    def rank(self) -> int:
+        return min(self.sides.shape[-1], self.A.shape[-1])
+
+    @property
+    def basis_batch(self) -> torch.Size:
+        # Without weights all problems with one matrix share its eigenvectors.
+        return self.batch_shape if self.weighted else self.A.shape[:-2]
+
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        A, sides = inputs
+        if isinstance(A, Operator):
+            b, weights = self.given_sides(sides)
+            return A.transposed(times(weights, b - A(u)))
+        A, _, b, weights, _ = self.layout.split(A, sides)
+        return rmatvec(A, times(weights, b - matvec(A, u)))
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        if isinstance(self.A, Operator):
+            A, weights = self.A, self.given_sides(self.sides)[1]
+            images = _product(A.matvec, A, rows)
+            images = images if weights is None else images * weights.unsqueeze(-2)
+            return _product(A.rmatvec, A, images)
+        A, weights = self.parts.A, self.parts.weights
+        images = rows @ A.mT
+        return (images if weights is None else images * weights.unsqueeze(-2)) @ A
+
+    def given_sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`b` and the weights."""
+        return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
+
+    def rows(self, A: Any, b: Tensor) -> Any:
+        """Least squares of `A` and `b` on the unit sphere, for solvers."""
+        raise NotImplementedError
+
+    def best_solver(self) -> Solver:
+        return best_minimum(self)
+
+    def forward_solver(self, solver: Solver) -> Solver:
+        return SECULAR
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        found, radius = super().multiplier_at(u), self.parts.radius
+        found = found if radius is None else found / radius.square()
+        return torch.where(sphere.reaches(u), found, 0) if self.ball else found
+
+    def _run(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Outcome:
+        if not isinstance(gradient, Implicit):
+            raise TypeError(
+                f"gradient={gradient!r} is for spheres without a tensor for radius, ball=True, M "
+                "or weights; use gradient=Implicit()"
+            )
+        if self.ball and not isinstance(solver.resolve(self), Secular):
+            raise TypeError(
+                f"solver={solver!r} does not solve problems with ball=True; use Auto() or Secular()"
+            )
+        return super()._run(solver, gradient, init, report, throw)
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        A, _, b, weights, _ = self.parts
+        A, b = scaled(A, b, weights)
+        if not isinstance(solver, Secular):
+            return solver.solve(self.rows(A, b), init=init, report=report)
+        b = b.expand(*self.batch_shape, -1)
+        return solve_exactly(A, b, init, self.ball, self.single, solver)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        A, (b, weights) = self.A, self.given_sides(self.sides)
+        if weights is not None:
+            assert isinstance(A, Operator)
+            root = weights.sqrt()
+            A, b = WithRowFactors(A, root), root * b
+        outcome, seen = solver.solve_by_products(self.rows(A, b), init)
+        return (solve_inside(outcome, seen, b, solver) if self.ball else outcome), seen
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        return weighted_gradients(self, given, sphere.reaches(given.y) if self.ball else None)
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        first, second = tensors
+        return constrained_gradients(
+            self.layout, self.ball, (first, second), y, state, v, d_multiplier
+        )
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        y, layout = found.value, self.layout
+        assert isinstance(self.A, Tensor)
+        tensors = self.A, self.sides
+        acts = acting(y, found.multiplier, found.gap, self.ball)
+        point = Point(found.multiplier, found.gap, *found.basis, acts)
+        correct = TangentSolver(*found.basis, found.gap, y)
+        mask, singular = acts.unsqueeze(-1), point.singular.unsqueeze(-1)
+        radius = self.parts.radius
+
+        def least_norm(u: Tensor) -> Tensor:
+            """A point of the range of the curvature, where minimisers of least norm are."""
+
+            def image(x: Tensor) -> Tensor:
+                return layout.unmetric(layout.product(x, tensors), tensors)
+
+            x = invert(point, u)
+            for _ in range(STEPS):
+                x = x + invert(point, u - image(x))
+            return image(x)
+
+        def step(u: Tensor) -> Tensor:
+            force = self.force(u, *tensors)
+            # A division by a length of zero has no derivative.
+            safe = torch.where(mask, u, torch.ones_like(u))
+            image = layout.metric(safe, tensors)
+            normal = dot(safe, force) / dot(safe, image)
+            outside = safe + correct(sphere.tangent(y, force - normal.unsqueeze(-1) * image))
+            length = dot(outside, layout.metric(outside, tensors)).sqrt()
+            length = length if radius is None else length / radius
+            outside = outside / length.unsqueeze(-1)
+            if not self.ball:
+                return outside
+            inside = u + invert(point, force)
+            inside = torch.where(singular, least_norm(inside), inside)
+            return torch.where(mask, outside, inside)
+
+        return step
+
+
+def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
+    """A product with rows; an operator without a batch takes the rows of all batch entries."""
+    if A.batch_shape or rows.dim() == 2:
+        return product(rows)
+    image = product(rows.reshape(-1, rows.shape[-1]))
+    return image.reshape(*rows.shape[:-1], image.shape[-1])
+
+
+# Arguments.
+
+
+def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
+    """A number, or a tensor `(*,)`; both positive, finite, and in the range of the dtype."""
+    info = torch.finfo(A.dtype)
+    if not isinstance(radius, Tensor):
+        radius = errors.require_positive("radius", radius)
+        if not info.tiny <= radius <= info.max:
+            raise ValueError(
+                f"radius must be a number that {A.dtype} can hold, {info.tiny} to {info.max}; "
+                f"got {radius}"
+            )
+        return radius
+    errors.require_alike("radius", radius, "A", A, real=True)
+    if plain(radius):
+        bad = ~((radius > 0) & torch.isfinite(radius))
+        if bad.any():
+            first = float(radius.detach()[bad].reshape(-1)[0])
+            raise ValueError(
+                f"radius must be positive and finite; got {first}"
+                + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
+                + "; use radius.exp() or softplus of a parameter to keep it positive"
+            )
+    return radius
+
+
+def require_options(problem: Any) -> None:
+    """Tensors that are options have the dtype of `A`, and shapes that fit."""
+    A, b, M, weights = problem.A, problem.b, problem.M, problem.weights
+    batches = {"A": A.shape[:-2], "b": b.shape[:-1]}
+    if not isinstance(problem.ball, bool):
+        raise TypeError(f"ball must be True or False; got {problem.ball!r}")
+    if isinstance(problem.radius, Tensor):
+        batches["radius"] = problem.radius.shape
+    if weights is not None:
+        errors.require_vector("weights", weights, "m")
+        errors.require_alike("weights", weights, "A", A, real=True)
+        m = A.shape[-2]
+        if weights.shape[-1] != m:
+            raise ValueError(
+                f"A of shape {errors.shape_of(A)} needs weights of shape (*, {m}), one for each "
+                f"row; got {errors.shape_of(weights)}"
+            )
+        if plain(weights):
+            errors.require_finite(weights=(weights, 1))
+            if (weights < 0).any():
+                raise ValueError(
+                    f"weights must not be negative; the smallest is {float(weights.detach().min())}"
+                )
+        batches["weights"] = weights.shape[:-1]
+    if M is not None:
+        batches["M"] = _require_metric(M, A)
+    names = list(batches)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            errors.require_broadcast(name, batches[name], other, batches[other])
+
+
+def _require_metric(M: Any, A: Any) -> torch.Size:
+    """Raise an error unless `M` is `(*, n, n)`; returns its batch shape."""
+    if isinstance(M, Operator) and not isinstance(M, Diagonal):
+        raise TypeError(
+            f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
+        )
+    if not isinstance(M, Diagonal):
+        errors.require_matrix("M", M, "n, n", or_complex=True)
+    errors.require_alike("M", M, "A", A)
+    n = A.shape[-1]
+    if M.shape[-2:] != (n, n):
+        raise ValueError(
+            f"A of shape {errors.shape_of(A)} needs M of shape (*, {n}, {n}); "
+            f"got {errors.shape_of(M)}"
+        )
+    return M.shape[:-2]
+
+
+# From the problem that the user poses to the one that solvers take.
+
+
+def column(radius: float | Tensor) -> float | Tensor:
+    """The radius as a factor of vectors `(*, n)`."""
+    return radius.unsqueeze(-1) if isinstance(radius, Tensor) else radius
+
+
+class Posed(NamedTuple):
+    """A problem in the coordinates in which its constraint is the unit sphere or ball."""
+
+    parts: Parts  # with `M` and the radius in these coordinates; `A` may be an operator
+    exponents: Tensor | None  # of powers of two that multiplier and gap are multiplied by
+    coordinates: Coordinates | None
+    radius: float | Tensor
+    dtype: torch.dtype  # of the user
+
+    def back(self, w: Tensor) -> Tensor:
+        """The vector of the user's problem, in its dtype."""
+        u = w if self.coordinates is None else self.coordinates.back(w)
+        return (column(self.radius) * u).to(self.dtype)
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """A multiplier or a gap in the units of the user's problem, in its dtype."""
+        return (x if self.exponents is None else times_power(x, self.exponents)).to(self.dtype)
+
+    def of_vector(self, u: Tensor) -> Tensor:
+        """The vector of the unit sphere or ball that `back` takes to `u`."""
+        u = u.to(self.parts.b.dtype)
+        u = u if self.coordinates is None else self.coordinates.of_vector(u)
+        return u / column(self.radius)
+
+
+def working_dtype(A: Any) -> torch.dtype:
+    """The dtype to compute in: float64, except for operators, and on devices that have none."""
+    if isinstance(A, Operator) or A.device.type == "mps":
+        return torch.float64 if A.dtype == torch.float64 else torch.float32
+    return torch.float64
+
+
+def posed(problem: Any, in_units: Callable[..., tuple[Tensor, Tensor, Tensor | None]]) -> Posed:
+    """Change coordinates and units; differentiable."""
+    A, b, M, weights, radius = (
+        problem.A,
+        problem.b,
+        problem.M,
+        problem.weights,
+        problem.radius,
+    )
+    dtype = working_dtype(A)
+    b, weights = b.to(dtype), None if weights is None else weights.to(dtype)
+    radius = radius.to(dtype) if isinstance(radius, Tensor) else radius
+    M = None if M is None else in_dtype(M, dtype)
+    exponents = size = coordinates = within = None
+    if isinstance(A, Operator):
+        A = A.with_tensors([x.to(dtype) for x in A.tensors])
+        if M is not None:
+            coordinates = Coordinates.of(M)
+            A = InCoordinates(A, coordinates)
+        b = b / column(radius)
+    else:
+        A = A.to(dtype)
+        if M is not None:
+            coordinates = Coordinates.of(M, fixed=True)
+            within = coordinates.of_metric(M)
+            A = coordinates.of_matrix(A)
+        if isinstance(radius, Tensor):
+            fixed = radius.detach()
+            size, radius = 1 + (radius - fixed) / fixed, fixed
+        A, b, exponents = in_units(A, b, radius)
+    if weights is not None:
+        power = power_of_two(weights.detach().amax(-1)).log2()
+        weights = times_power(weights, -power.unsqueeze(-1))
+        exponents = power if exponents is None else exponents + power
+    return Posed(Parts(A, within, b, weights, size), exponents, coordinates, radius, problem.dtype)
+
+
+def certify_ball(rows: Any, w: Tensor) -> Certificate:
+    """A certificate of `w` in the unit ball, for least squares `rows`."""
+    low, high, scale = rows.curvature_range()
+    return _explained(w, rows.force(w, *rows.tensors), low, high, scale)
+
+
+def certify_ball_by_products(problem: Any, w: Tensor) -> Certificate:
+    """The same by products; the smallest eigenvalue of the curvature is only known as positive."""
+    problem = problem.with_flat([x.detach() for x in problem.flat])
+    seen = rows_of(problem)
+    force = problem.force(w, *problem.tensors)
+    seen.look(seen.curvature_of(problem), torch.zeros_like(w[..., 0]))
+    top = seen.scale.reshape(problem.batch_shape)
+    scale = top + norm(problem.force(torch.zeros_like(w), *problem.tensors))
+    return _explained(w, force, torch.zeros_like(top), top, scale)
+
+
+def _explained(w: Tensor, force: Tensor, low: Tensor, high: Tensor, scale: Tensor) -> Certificate:
+    """The certificate from the force at `w` and the range of the curvature.
+
+    A minimum is explained by a constraint that does not act, or by one that acts with a
+    multiplier of at least zero. The explanation that fits better counts. The problem is convex, so
+    that a stationary point is a global minimum.
+    """
+    length, scale, top = norm(w), one_if_zero(scale), one_if_zero(high)
+    multiplier = (dot(w, force) / one_if_zero(length.square())).clamp_min(0)
+    inside = (length - 1).clamp_min(0), norm(force) / scale
+    outside = (length - 1).abs(), norm(force - multiplier.unsqueeze(-1) * w) / scale
+    acts = torch.maximum(*outside) < torch.maximum(*inside)
+    feasibility, stationarity = (torch.where(acts, x, y) for x, y in zip(outside, inside))
+    optimality = (torch.where(acts, multiplier, 0) + low) / top
+    return Certificate(feasibility, stationarity, optimality)

@@ -1,0 +1,333 @@
+"""Complex matrices: both layers by the real embedding of `linalg/embedding.py`.
+
+Least squares need nothing else: a complex problem is a real one of twice the size. An eigenvector
+of a Hermitian matrix is free up to its phase. Its embedding has pairs of eigenvectors, those of `y`
+and of `iy`, whose span does not depend on the phase, and the derivatives of functions of the span
+of equal eigenvalues are exact to every order. The vector `y` with the phase that `reference` fixes
+is such a function; the phase is fixed by differentiable operations, after the solve.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pmaf import native
+from pmaf.autograd.attach import attach_found
+from pmaf.gradients import Gradient, Implicit
+from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
+from pmaf.linalg import sphere
+from pmaf.linalg.embedding import (
+    complex_rows,
+    independent_rows,
+    paired_rows,
+    real_matrix,
+    real_rows,
+)
+from pmaf.linalg.products import dot, norm
+from pmaf.linalg.roundings import merge_tolerance
+from pmaf.operators.base import Operator
+from pmaf.operators.diagonal import Diagonal
+from pmaf.operators.embedded import Embedded, real_of
+from pmaf.runtime.log import took
+from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.ranks import whole
+from pmaf.solution import Certificate, Solution
+from pmaf.solvers import Adaptive, Krylov, Solver
+from pmaf.solvers.auto import best_eigenvectors, is_reduced
+from pmaf.solvers.base import Outcome
+from pmaf.tangent.bordered import State
+from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import Decomposition
+
+
+def embedded(A: Tensor | Operator) -> Tensor | Operator:
+    """A complex matrix or operator as a real one."""
+    return Embedded(A) if isinstance(A, Operator) else real_matrix(A)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedEigenvectors(PrincipalEigenvectors):
+    """Eigenvectors of the embedding of a Hermitian matrix, in pairs of `y` and `iy`."""
+
+    copies: ClassVar[int] = 2
+
+    def best_solver(self) -> Solver:
+        return best_eigenvectors(self.changed(k=1) if self.width == 2 else self)
+
+    def _run(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Outcome:
+        if not isinstance(gradient, Implicit):
+            raise TypeError(
+                f"gradient={gradient!r} needs real eigenvectors, which are unique up to a sign; "
+                "use gradient=Implicit() for a complex matrix"
+            )
+        return super()._run(solver, gradient, init, report, throw)
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        # One vector of a pair gives the other. But a search has to find both, to tell the next
+        # eigenvalue from the second copy of the first.
+        searched = isinstance(solver, Adaptive) and self.n > COMPILED_ROWS
+        if self.width > 2 or searched or isinstance(solver, Krylov):
+            return super().solved_by(solver, init, report)
+        return PrincipalEigenvectors.solved_by(self.changed(k=1), solver, init, report)
+
+    def finished(self, outcome: Outcome) -> Outcome:
+        rows, values, kept = outcome.value, outcome.multiplier, outcome.kept
+        if isinstance(kept, Decomposition):
+            # Rounding separates equal eigenvalues; with their mean, they are exactly equal again.
+            means = _means(kept.values).repeat_interleave(2, -1)
+            kept = Decomposition(kept.rows, means)
+            values = means.flip(-1)[..., : self.width]
+        if rows.shape[-2] == 1:
+            y, values = complex_rows(rows), values[..., :1]
+        else:
+            y, values = _independent(complex_rows(rows), _means(values))
+        return outcome._replace(
+            value=paired_rows(y), multiplier=values.repeat_interleave(2, -1), kept=kept
+        )
+
+
+def _means(values: Tensor) -> Tensor:
+    """The mean of each pair, `(*, 2k)` to `(*, k)`."""
+    return values.unflatten(-1, (-1, 2)).mean(-1)
+
+
+def _independent(y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows `(*, k, n)` from `(*, 2k, n)` in pairs, and their values, `(*, k)`.
+
+    If all eigenvalues are apart, the rows of a pair are multiples of each other, and one of them
+    is taken. Where eigenvalues are equal, rows of different pairs are mixed.
+    """
+    k, eye = values.shape[-1], torch.eye(values.shape[-1], dtype=y.dtype, device=y.device)
+    rows = y[..., ::2, :]
+    excess = rows @ rows.mH - eye
+    # Newton's step towards orthonormal rows squares the error.
+    found = rows - 0.5 * (excess @ rows)
+    mixed = excess.abs().amax((-2, -1)) > torch.finfo(y.dtype).eps ** 0.5
+    if mixed.any():
+        took("ied: mixed pairs")
+        chosen, places = independent_rows(y[mixed].reshape(-1, 2 * k, y.shape[-1]), k)
+        found[mixed] = chosen.reshape(found[mixed].shape)
+        values = values.clone()
+        values[mixed] = values[mixed].reshape(-1, k).gather(-1, places // 2).reshape(-1, k)
+    return found, values
+
+
+def reduced_eigenvectors(
+    problem: PrincipalEigenvectors, init: Tensor | None
+) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+    """`Problem.reduced` of a Hermitian matrix; a start is `(*, n, k)`, or `(*, n, 1)`."""
+    A = embedded(problem.A if problem.largest else -problem.A)
+    posed = EmbeddedEigenvectors(A, 2 * problem.count, skip=2 * problem.skip)
+    if init is not None:
+        init = paired_rows(init.expand(*init.shape[:-1], problem.count).mT).mT
+    return posed, init, functools.partial(_present, problem)
+
+
+def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
+    """The outcome of the embedded problem as the user sees it."""
+    rows, values, residual, gap, iterations, converged = outcome.tensors
+    first = 2 * problem.skip
+    y, values = complex_rows(rows[..., first::2, :]), values[..., first::2]
+    if problem.flipped:
+        y, values = y.flip(-2), values.flip(-1)
+    # New tensors, not views of what the backward pass uses: a user may write into them.
+    vectors, values = y * phases(problem, y), values.clone() if problem.largest else -values
+    if problem.k is None:
+        vectors, values = vectors.squeeze(-2), values.squeeze(-1)
+    else:
+        vectors = vectors.mT
+    return Solution(vectors, values, residual, gap, iterations, converged)
+
+
+def phases(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+    """The factors `(*, k, 1)` that give unit rows `(*, k, n)` their phases, differentiably.
+
+    They make `rᴴy` positive, or the component that `reference` names. Where that is rounding, the
+    same fixed direction as for real vectors takes the place of the reference, and if that product
+    is rounding, too, the component of largest modulus is made positive.
+    """
+    reference, length = problem.reference, y.shape[-1] ** 0.5
+    modulus = y.detach().abs()
+    # Of components with one modulus, up to rounding, the first.
+    least = (1 - merge_tolerance(y.dtype)) * modulus.amax(-1, keepdim=True)
+    largest = (modulus >= least).to(modulus.dtype).argmax(-1, keepdim=True)
+    last = y.gather(-1, largest).squeeze(-1)
+    # Sums, not products of matrices, which start threads for a few numbers.
+    if reference is None:
+        first = y.sum(-1)
+    elif isinstance(reference, str):
+        first = last
+    elif isinstance(reference, int):
+        first, length = y[..., reference], 1.0
+    else:
+        reference = whole(reference).to(y)
+        several = problem.dims_of(reference) == 2
+        reference = reference.mT if several else reference.unsqueeze(-2)
+        first, length = (reference.conj() * y).sum(-1), norm(reference)
+    tolerance = merge_tolerance(y.dtype)
+    known = first.detach().abs() > tolerance * length
+    if not (plain(y) and bool(known.all())):
+        second = (sphere.references(y.real)[1] * y).sum(-1)
+        second = torch.where(second.detach().abs() > tolerance * y.shape[-1] ** 0.5, second, last)
+        first = torch.where(known, first, second)
+    return (first.conj() / first.abs()).unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class HermitianEigenvector(PrincipalEigenvectors):
+    """One eigenvector of a complex matrix, in the default phase, that the kernels have found.
+
+    Its derivative is that of the common path, in fewer steps. The phase makes the sum of `y` real,
+    so that an incoming gradient `v` counts as `v + i·Im(vᴴy)/Σy`, which is orthogonal to `iy`.
+    """
+
+    def differentiate(
+        self,
+        A: Tensor,
+        y: Tensor,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        columns: bool,
+    ) -> Tensor | None:
+        z = None if d_multiplier is None else y * d_multiplier.unsqueeze(-1)
+        if v is not None:
+            took("tangent: compiled")
+            E = real_matrix(A if self.largest else -A)
+            pair, right = paired_rows(y.unsqueeze(-2)), real_rows(_along(y, v)).unsqueeze(-2)
+            shift = dot(pair[..., :1, :], pair[..., :1, :] @ E.mT)
+            solved, failed = native.complement_solve(E, shift, pair, right)
+            if failed is not None:
+                return None
+            solved = complex_rows(solved.squeeze(-2))
+            solved = solved if self.largest else -solved
+            z = solved if z is None else z.add_(solved)
+        assert z is not None
+        outer = (0.5 * z).unsqueeze(-1) * y.conj().unsqueeze(-2)
+        return outer + outer.mH
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        (A,) = tensors
+        posed = _pair(self.largest)
+        embedding: Any = torch.func.vjp(real_matrix, A)
+        E, pull = embedding
+        v = None if v is None else _paired(real_rows(_along(y, v)))
+        d = None if d_multiplier is None else _paired(d_multiplier.unsqueeze(-1)).squeeze(-1)
+        state = state._replace(shift=state.shift.unsqueeze(-1).expand(*state.shift.shape, 2))
+        (dE,) = posed.gradients((E,), paired_rows(y.unsqueeze(-2)), state, rule, v, d, needs)
+        return pull(dE)
+
+
+def _along(y: Tensor, v: Tensor) -> Tensor:
+    """The gradient that comes in for the span of `y`, given that for `y` in the default phase."""
+    turn = (v.conj() * y).sum(-1, keepdim=True).imag / y.sum(-1, keepdim=True).real
+    return v + torch.complex(torch.zeros_like(turn), turn)
+
+
+def _paired(x: Tensor) -> Tensor:
+    """Rows `(*, 2, n)`, of which the second is zero."""
+    return torch.stack([x, torch.zeros_like(x)], -2)
+
+
+@functools.lru_cache(maxsize=2)
+def _found(largest: bool) -> Any:
+    return HermitianEigenvector.read({"largest": largest, "symmetric": True, "skip": 0})
+
+
+@functools.lru_cache(maxsize=2)
+def _pair(largest: bool) -> Any:
+    return EmbeddedEigenvectors.read({"k": 2, "largest": largest, "symmetric": True, "skip": 0})
+
+
+def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The forward pass of the default call on a small matrix, as for real ones.
+
+    Returns None where the common path is needed, also where the phase is not determined.
+    """
+    shape = A.shape
+    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    if not (k is None and square and A.dtype in _COMPLEX and plain(A)) or forward_mode(A):
+        return None
+    E = real_matrix(A.detach())
+    if not is_reduced(E, 1):
+        return None
+    values, rows, failed = native.largest_pairs(E, None, largest)
+    if failed is not None:
+        return None
+    y = complex_rows(rows)
+    total = y.sum(-1, keepdim=True)
+    size = total.abs()
+    if not bool(size.amin() > merge_tolerance(y.dtype) * shape[-1] ** 0.5):
+        return None
+    y = y * (total.conj() / size)
+    took("ied: reduction")
+    if A.requires_grad and torch.is_grad_enabled():
+        y, values = attach_found(A, (y, values), _found(largest))
+    return Eigenpairs(values, y)
+
+
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
+    """The certificate of the embedded problem."""
+    columns = value.unsqueeze(-1) if problem.k is None else value
+    posed = EmbeddedEigenvectors(
+        embedded(problem.A), 2 * problem.count, problem.largest, skip=2 * problem.skip
+    )
+    return posed.certify(paired_rows(columns.mT).mT)
+
+
+def reduced_pair(A: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`C = L⁻¹AL⁻ᴴ` and `L` for `M = LLᴴ`, of the Hermitian parts, and where there is no `L`."""
+    L, info = torch.linalg.cholesky_ex(0.5 * (M + M.mH))
+    left = torch.linalg.solve_triangular(L, 0.5 * (A + A.mH), upper=False)
+    return torch.linalg.solve_triangular(L, left.mH, upper=False), L, info != 0
+
+
+def turned(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+    """Vectors `(*, n, k)` of any lengths with the phases that the problem asks for."""
+    rows = y.mT
+    return (rows * phases(problem, rows / norm(rows).unsqueeze(-1))).mT
+
+
+def real_problem(problem: Any) -> Any:
+    """Complex least squares as real ones."""
+    M, weights = problem.M, problem.weights
+    if isinstance(M, Tensor):
+        M = real_matrix(M.to(problem.dtype))
+    elif M is not None:
+        M = Diagonal(M.d.real.repeat_interleave(2, -1))
+    if weights is not None:
+        weights = weights.repeat_interleave(2, -1)
+    return problem.changed(A=embedded(problem.A), b=real_of(problem.b), M=M, weights=weights)
+
+
+def reduced_least_squares(
+    problem: Any, init: Tensor | None, solver: Solver
+) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+    """`Problem.reduced` of complex least squares."""
+    start = None if init is None else real_rows(init)
+    posed, start, finish = real_problem(problem).reduced(start, solver)
+
+    def present(outcome: Outcome) -> Solution:
+        found = finish(outcome)
+        return replace(found, value=complex_rows(found.value))
+
+    return posed, start, present

@@ -1,0 +1,202 @@
+"""Implicit singular value decomposition: one or a few triplets `Av = σu`, `Aᵀu = σv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmaf.autograd.image import image
+from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
+from pmaf.layers.nullspace import PrincipalSingularVectors
+from pmaf.linalg.products import dot
+from pmaf.linalg.roundings import rank_tolerance
+from pmaf.operators import Operator, as_operator
+from pmaf.operators.transposed import Transposed
+from pmaf.problem import as_solution
+from pmaf.runtime import ranks
+from pmaf.solution import Solution
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.base import Outcome, Triplets
+from pmaf.tangent.bordered import State
+
+
+class SingularTriplets(NamedTuple):
+    """Left vectors, singular values and right vectors, as `torch.linalg.svd` orders them.
+
+    `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`, `(*, k)` and `(*, n, k)`.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _PrincipalTriplets(PrincipalSingularVectors):
+    """The same problem with left vectors, for a tensor with at least as many rows as columns.
+
+    One vector of the solution is `(u, v)`, of length `m + n`; its sign is the solver's.
+    """
+
+    form: ClassVar[type] = Triplets
+
+    @property
+    def n(self) -> int:
+        return sum(self.A.shape[-2:])
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[-1]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (*self.batch_shape, *self.vectors, self.n), (*self.batch_shape, *self.vectors)
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        state: State,
+        rule: Gradient,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        conditions: Any = TripletConditions(
+            tensors[0], y, state.shift, d_multiplier, state, self.largest, self.single
+        )
+        return rule.pullback(conditions, v, needs)  # pyright: ignore[reportArgumentType]
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        return triplet_newton(self.matrix, fixed.matrix, found, self.largest, self.single)
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        left, right = halves(u, self.A.shape[-2])
+        return dot(left, right @ self.matrix.mT)
+
+    def finished(self, outcome: Outcome) -> Outcome:
+        return outcome
+
+    def _present(self, outcome: Outcome) -> Solution:
+        return as_solution(outcome)
+
+
+_AUTO, _IMPLICIT = Auto(), Implicit()
+
+
+def isvd(
+    A: Tensor | Operator,
+    k: int | None = None,
+    *,
+    largest: bool = True,
+    reference: Any = None,
+    solver: Solver | None = None,
+    init: Tensor | None = None,
+) -> SingularTriplets:
+    """Singular triplets, one or k of them, differentiable.
+
+    Gradients are finite and exact whenever the requested singular values are simple, however often
+    other singular values repeat; of a square matrix also where one of them is zero.
+
+    Args:
+        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16 are
+            computed in float32. Or a sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+        k: how many, at most `min(m, n)`; None for one, without a dimension for it.
+        largest: the largest singular values, or the smallest; either in descending order.
+        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each right vector is chosen,
+            as in `pmaf.ied`.
+        solver: one of `pmaf.solvers`; `Auto()` unless given.
+        init: `(*, n)` or `(*, n, k)`, right vectors, the start of a search by products.
+
+    Returns:
+        `SingularTriplets(left, values, right)`, `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`,
+        `(*, k)` and `(*, n, k)`.
+
+    >>> import torch, pmaf
+    >>> left, values, right = pmaf.isvd(torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 0.0]]))
+    >>> left, values, right
+    (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
+    """
+    # Checks the arguments; signs belong to the right vectors.
+    given = PrincipalSingularVectors(A, None, k, largest, True, reference)
+    m, n = given.A.shape[-2:]
+    if given.width > min(m, n):
+        raise ValueError(f"k must lie between 1 and min(m, n) = {min(m, n)}; got {k}")
+    if init is not None:
+        given.require_start(init)
+    A, dtype = given.A, given.dtype
+    if ranks.is_spread(A):
+        return _on_ranks(given, solver, init)
+    if dtype in (torch.float16, torch.bfloat16):
+        A = A.with_tensors([x.float() for x in A.tensors]) if isinstance(A, Operator) else A.float()
+        init = None if init is None else init.float()
+    if getattr(solver, "matrix_free", False):
+        A = as_operator(A)
+    if isinstance(A, Operator):
+        found = _by_products(A, given, solver, init)
+    else:
+        found = _directly(A if m >= n else A.mT, given, solver)
+    left, values, right = found if m >= n else found[::-1]
+    # The sign of a triplet is that of its right vector.
+    signs = given.signs(right.mT).unsqueeze(-2)
+    left, right = left * signs, right * signs
+    if k is None:
+        left, values, right = left.squeeze(-1), values.squeeze(-1), right.squeeze(-1)
+    return SingularTriplets(
+        *(ranks.replicate(x.to(dtype), _mesh(A)) for x in (left, values, right))
+    )
+
+
+def _directly(
+    A: Tensor, given: PrincipalSingularVectors, solver: Solver | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors as columns, and values, descending, of a tensor that is not wide."""
+    problem = _PrincipalTriplets(A, None, given.width, given.largest)
+    found = problem.run(solver or _AUTO, _IMPLICIT, report=False)
+    rows, values = found.value, found.multiplier
+    if not given.largest:
+        rows, values = rows.flip(-2), values.flip(-1)
+    left, right = halves(rows, A.shape[-2])
+    return left.mT, values, right.mT
+
+
+def _by_products(
+    A: Operator, given: PrincipalSingularVectors, solver: Solver | None, init: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for an operator, by products with `AᵀA`; left vectors are `Av/σ`."""
+    if init is not None and given.k is None:
+        init = init.unsqueeze(-1)
+    if A.shape[-2] < A.shape[-1]:
+        if init is not None:
+            init = ranks.whole(A.matvec(ranks.replicate(init.detach().mT, _mesh(A)))).mT
+        A = Transposed(A)
+    problem = PrincipalSingularVectors(A, None, given.width, given.largest)
+    found = problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False)
+    right, values = ranks.whole(found.value), ranks.whole(found.multiplier)
+    # The images of null vectors are rounding.
+    zero = values <= rank_tolerance(values.dtype) * values.detach().amax(-1, keepdim=True)
+    zero, divisor = zero.unsqueeze(-2), torch.where(zero, 1, values).unsqueeze(-2)
+    left = (image(A, right.mT).mT / divisor).masked_fill(zero, 0)
+    return left, values, right
+
+
+def _mesh(A: Tensor | Operator) -> Any:
+    return ranks.mesh_of(*A.tensors) if isinstance(A, Operator) else None
+
+
+def _on_ranks(
+    given: PrincipalSingularVectors, solver: Solver | None, init: Tensor | None
+) -> SingularTriplets:
+    """Every rank solves the part of the batch that it has."""
+    named = {"A": (given.matrix, 2), **given.hints(), "init": (init, given.dims_of(init))}
+    parts = ranks.Parts(given.batch_shape, named)
+    mine = {"reference": given.reference, **parts.inputs}
+    found = isvd(mine.pop("A"), given.k, largest=given.largest, solver=solver, **mine)
+    return SingularTriplets(*(parts.join(x) for x in found))

@@ -1,0 +1,138 @@
+"""Pairs of Hermitian matrices, complex least squares with options, and phases by a component."""
+
+import pytest
+import scipy.linalg
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import pmaf
+from pmaf.operators import Diagonal, Gram
+from tests.test_complex import C64, C128, EPS, F64, drawn, hermitian
+
+
+def definite(*shape, seed=0):
+    X = drawn(*shape, seed=seed)
+    return X @ X.mH + torch.eye(shape[-1], dtype=X.dtype)
+
+
+def layer(k, **options):
+    """The layer on the Hermitian parts, which differences of single entries leave otherwise."""
+    return lambda A, M: pmaf.ied(0.5 * (A + A.mH), k, M=0.5 * (M + M.mH), **options)
+
+
+OPTIONS = {
+    "one": (None, {}),
+    "smallest two": (2, {"largest": False}),
+    "skip": (2, {"skip": 1}),
+    "component": (None, {"reference": 1}),
+    "largest component": (2, {"reference": "largest"}),
+}
+
+
+@pytest.mark.parametrize(("k", "options"), OPTIONS.values(), ids=OPTIONS)
+class TestPairs:
+    def test_values_are_those_of_scipy(self, k, options):
+        A, M = hermitian(4, 5, 5), definite(4, 5, 5, seed=1)
+        values, vectors = pmaf.ied(A, k, M=M, **options)
+        if k is None:
+            values, vectors = values.unsqueeze(-1), vectors.unsqueeze(-1)
+        count, skip = values.shape[-1], options.get("skip", 0)
+        for i in range(4):
+            known = scipy.linalg.eigh(A[i].numpy(), M[i].numpy(), eigvals_only=True)
+            ends = known[:count][::-1] if "largest" in options else known[::-1][skip:][:count]
+            wanted = torch.tensor(ends.copy())
+            bound = 100 * EPS * torch.linalg.cond(M[i]) * A[i].norm()
+            assert (values[i] - wanted).abs().max() <= bound
+        rest = A @ vectors - M @ vectors * values.unsqueeze(-2)
+        assert rest.abs().max() <= 1e3 * EPS * torch.linalg.cond(M).max() * A.norm()
+        unit = vectors.mH @ M @ vectors - torch.eye(count, dtype=C128)
+        assert unit.abs().max() <= 100 * EPS * torch.linalg.cond(M).max()
+
+    def test_derivatives(self, k, options):
+        A, M = hermitian(4, 4).requires_grad_(), definite(4, 4, seed=1).requires_grad_()
+        assert gradcheck(layer(k, **options), (A, M))
+        assert gradgradcheck(layer(k, **options), (A, M))
+
+    def test_the_report_and_the_certificate(self, k, options):
+        problem = pmaf.PrincipalEigenvectors(hermitian(5, 5), k, M=definite(5, 5), **options)
+        solution = pmaf.solve(problem)
+        assert solution.converged
+        assert solution.gap > 0
+        assert pmaf.certify(problem, solution).holds(1e4 * EPS)
+
+    def test_a_map_over_a_batch_is_a_loop(self, k, options):
+        A, M = hermitian(3, 4, 4), definite(3, 4, 4, seed=1)
+        mapped = torch.func.vmap(layer(k, **options))(A, M)
+        for found, wanted in zip(mapped, layer(k, **options)(A, M), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_diagonal_metric_is_the_dense_one():
+    A, d = hermitian(5, 5), torch.rand(5, dtype=F64).add(0.5).to(C128)
+    found, wanted = pmaf.ied(A, 2, M=Diagonal(d)), pmaf.ied(A, 2, M=torch.diag(d))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_generalised_beamforming():
+    """The filter of the largest signal-to-noise ratio, from two spatial covariances."""
+    speech, noise = drawn(257, 6, 20, seed=1), drawn(257, 6, 40, seed=2)
+    S, N = (speech @ speech.mH / 20).to(C64), (noise @ noise.mH / 40).to(C64)
+    S.requires_grad_()
+    ratio, w = pmaf.ied(S, M=N, reference=0)
+    top = torch.linalg.eigvals(torch.linalg.solve(N.to(C128), S.detach().to(C128))).real.amax(-1)
+    assert (ratio.double() - top).abs().max() <= 1e-3 * top.max()
+    assert (w[:, 0].real > 0).all()
+    assert w[:, 0].imag.abs().max() <= 10 * torch.finfo(torch.float32).eps * w.abs().max()
+    w.abs().sum().backward()
+    assert S.grad.isfinite().all()
+
+
+def test_errors():
+    A, M = hermitian(4, 4), definite(4, 4)
+    with pytest.raises(ValueError, match="not positive definite"):
+        pmaf.ied(A, M=-M)
+    with pytest.raises(TypeError, match="make both complex"):
+        pmaf.ied(A, M=M.real)
+    with pytest.raises(TypeError, match="dense tensors"):
+        pmaf.ied(Gram(A), M=M)
+    with pytest.raises(TypeError, match="complex"):
+        pmaf.less(drawn(4, 2), drawn(4), weights=drawn(4))
+
+
+LEAST_SQUARES = {
+    "weights": {"weights": torch.tensor([0.5, 0, 1, 2, 0.1, 0.7], dtype=F64)},
+    "ellipsoid": {"M": definite(3, 3)},
+    "ball, active": {"ball": True, "radius": 0.2},
+    "ball, inactive": {"ball": True, "radius": 30.0},
+    "radius": {"radius": torch.tensor(1.5, dtype=F64)},
+    "diagonal": {"M": Diagonal(torch.tensor([1, 2, 0.5], dtype=C128))},
+}
+
+
+@pytest.mark.parametrize("options", LEAST_SQUARES.values(), ids=LEAST_SQUARES)
+def test_least_squares_with_options(options):
+    A, b = drawn(6, 3).requires_grad_(), drawn(6, seed=1).requires_grad_()
+
+    def call(A, b):
+        return pmaf.less(A, b, **options)
+
+    problem = pmaf.SphereLeastSquares(A.detach(), b.detach(), **options)
+    assert pmaf.certify(problem, call(A, b)).holds(1e4 * EPS)
+    assert gradcheck(call, (A, b))
+    assert gradgradcheck(call, (A, b))
+
+
+def test_gradients_of_weights_are_those_of_scaled_rows():
+    A, b = drawn(6, 3), drawn(6, seed=1)
+    w = torch.linspace(0.2, 1.4, 6, dtype=F64).requires_grad_()
+    direct = pmaf.less(A, b, weights=w)
+    scaled = pmaf.less(w.sqrt().unsqueeze(-1) * A, w.sqrt() * b)
+    torch.testing.assert_close(direct, scaled)
+    ours, known = (torch.autograd.grad(x.abs().sum(), w)[0] for x in (direct, scaled))
+    torch.testing.assert_close(ours, known)
+
+
+def test_a_diagonal_ellipsoid_is_a_change_of_columns():
+    A, b, d = drawn(6, 3), drawn(6, seed=1), torch.tensor([1, 2, 0.5], dtype=F64)
+    direct = pmaf.less(A, b, M=Diagonal(d.to(C128)))
+    torch.testing.assert_close(direct, pmaf.less(A / d.sqrt(), b) / d.sqrt())
