@@ -391,8 +391,8 @@ OPERATOR = [
     Bug(
         "operator: inside the span with the wrong sign",
         "gradients/by_products.py",
-        "half = 0.5 * (inside - inside.mT)",
-        "half = 0.5 * (inside.mT - inside)",
+        "half = turn_inside(v, y) / torch",
+        "half = -turn_inside(v, y) / torch",
         SPAN,
     ),
     Bug(
@@ -838,8 +838,8 @@ PAIRS = [
     Bug(
         "rounding inside the span is divided by a gap",
         "gradients/eigenvectors.py",
-        "turn = torch.where(turn.abs() <= rounding, 0, turn)",
-        "",
+        "return unit * torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)",
+        "return unit * turn",
         "test_projector.py::test_nearly_repeated_eigenvalues",
     ),
     Bug(
@@ -848,13 +848,6 @@ PAIRS = [
         "    v = v - normal @ y\n",
         "",
         IED_GRADIENTS,
-    ),
-    Bug(
-        "operator: rounding inside the span is divided by a gap",
-        "gradients/by_products.py",
-        "            > noise_tolerance(v.dtype)",
-        "            > 0 * noise_tolerance(v.dtype)",
-        "test_projector.py::test_nearly_repeated_eigenvalues",
     ),
     Bug(
         "of equal moduli rounding chooses",

@@ -113,3 +113,23 @@ def test_differences():
     A = randn(5, 5).requires_grad_()
     assert gradcheck(lambda A: pmaf.ied(A, 2).projector(), A)
     assert gradcheck(lambda A: pmaf.ied(A).projector(), A)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("solver", [None, Dense(), Lanczos(), "operator"], ids=repr)
+@pytest.mark.parametrize("factor", [2.0**-600, 2.0**600, 2.0**1021])
+def test_gradients_whose_squares_leave_the_range(solver, factor, create_graph):
+    """What is rounding depends on ratios alone: a loss in other units has a gradient in them."""
+    if solver == "operator":
+        factor, create_graph = min(factor, 2.0**600), False
+    _, _, A = nearly_repeated(0.5)
+    weights = randn(6, 3, seed=2) / 8
+
+    def gradient(scale):
+        leaf = A.clone().requires_grad_()
+        given, method = (Matrix(leaf), None) if solver == "operator" else (leaf, solver)
+        vectors = pmaf.ied(given, 3, solver=method).vectors
+        (found,) = torch.autograd.grad(vectors, leaf, scale * weights, create_graph=create_graph)
+        return found.detach() / scale
+
+    torch.testing.assert_close(gradient(factor), gradient(1.0), rtol=0, atol=1e-13)

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.gradients.eigenvectors import differences
-from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import noise_tolerance
+from pmaf.gradients.eigenvectors import differences, turn_inside
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.solvers import Krylov, Solver
@@ -77,15 +75,8 @@ def _tangent(given: Incoming, values: Tensor) -> Tensor:
     if y.shape[1] > 1:
         # Rounding is relative to the largest modulus, which need not be that of a wanted value.
         difference, apart = differences(values, seen.scale[:, None, None])
-        inside = torch.bmm(v, y.mT)
         # Exchanging the vectors of a pair changes the signs of numerator and denominator.
-        half = 0.5 * (inside - inside.mT)
-        length = norm(v)
-        apart = apart & (
-            half.abs()
-            > noise_tolerance(v.dtype) * torch.maximum(length[..., None], length[..., None, :])
-        )
-        half = half / torch.where(apart, difference, 1)
+        half = turn_inside(v, y) / torch.where(apart, difference, 1)
         z = z + torch.bmm(torch.where(apart, half, 0), y)
     return z if along is None else z + along
 

@@ -107,16 +107,19 @@ def unknown(inside: Tensor, v: Tensor) -> Tensor:
     Divided by the difference of two eigenvalues that nearly repeat, such a product would be a
     large wrong number. For a function of the span of the vectors it stands for zero.
     """
-    return inside.abs() <= rounding_of(v).unsqueeze(-1)
+    # Squares of large gradients overflow, so these are in units of their largest entries.
+    unit = one_if_zero(v.abs().amax(-1, keepdim=True))
+    return (inside / unit).abs() <= noise_tolerance(v.dtype) * norm(v / unit).unsqueeze(-1)
 
 
-def rounding_of(v: Tensor) -> Tensor:
-    """A bound of the rounding of products of unit vectors with `v`, `(*, n)` to `(*,)`.
-
-    The squares of `v` may leave the range of the dtype.
-    """
-    size = one_if_zero(v.abs().amax(-1))
-    return noise_tolerance(v.dtype) * norm(v / size.unsqueeze(-1)) * size
+def turn_inside(v: Tensor, y: Tensor) -> Tensor:
+    """The antisymmetric part of `N = VYᵀ`, with zero for pairs where it has no correct digit."""
+    unit = one_if_zero(v.abs().amax((-2, -1), keepdim=True))
+    inside = (v / unit) @ y.mT
+    turn = 0.5 * (inside - inside.mT)
+    length = norm(v / unit)
+    length = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2))
+    return unit * torch.where(turn.abs() <= noise_tolerance(v.dtype) * length, 0, turn)
 
 
 def normal_part(inside: Tensor, A: Tensor, values: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -130,7 +133,7 @@ def normal_part(inside: Tensor, A: Tensor, values: Tensor, state: State) -> tupl
     may have no derivative where the first has. Closer vectors have second derivatives without a
     correct digit, and only functions of their span matter.
     """
-    normal = 0.5 * (inside + inside.mT)
+    normal = 0.5 * inside + 0.5 * inside.mT  # a sum of large gradients may overflow
     if not torch.is_grad_enabled():
         return normal, torch.ones_like(normal, dtype=torch.bool)
     scale = _ShiftedSystem().scale((A.detach(),), state)
@@ -146,11 +149,7 @@ def without(v: Tensor, y: Tensor, normal: Tensor, near: Tensor) -> Tensor:
     derivatives are those of a projection.
     """
     still, row = v.detach(), y.detach()
-    inside = still @ row.mT
-    turn = 0.5 * (inside - inside.mT)
-    rounding = rounding_of(still)
-    rounding = torch.maximum(rounding.unsqueeze(-1), rounding.unsqueeze(-2))
-    turn = torch.where(turn.abs() <= rounding, 0, turn)
+    turn = turn_inside(still, row)
     v = v - normal @ y
     # Where little is left of v, what the projection leaves inside the span is rounding, too.
     for _ in range(2):

@@ -22,7 +22,7 @@ from pmaf.linalg.products import (
     solve_factored,
     symmetric_part,
 )
-from pmaf.linalg.roundings import ROUNDED, merge_tolerance
+from pmaf.linalg.roundings import ROUNDED, merge_tolerance, power_of_two
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
@@ -84,15 +84,17 @@ def _solve(
     def clear(x: Tensor) -> Tensor:
         return torch.baddbmm(x, torch.bmm(x, y.mT), y, alpha=-1)
 
+    # Squares of large gradients overflow. Powers of two as units change no digit.
+    unit = power_of_two(v.abs().amax(-1, keepdim=True))
     # Projected twice, here and in every step, because no step removes a component along y from the
     # residual.
-    right = clear(clear(v))
+    right = clear(clear(v / unit))
     w = None
     if factor is None and k == 1:
         w = neumann(part, shift, right, rate)
         took("tangent: series" if w is not None else "tangent: no series")
     w = _by_products(part, shift, right, y, clear, factor) if w is None else clear(w)
-    return w.reshape(*batch, k, n)
+    return (unit * w).reshape(*batch, k, n)
 
 
 def _compiled(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
