@@ -72,7 +72,7 @@ class Pairs(NamedTuple):
     """The largest eigenpairs of each matrix; where `failed`, another way has to be taken."""
 
     values: Tensor  # (*, k), descending
-    vectors: Tensor  # (*, k, n), or as columns (*, n, k)
+    vectors: Tensor  # (*, k, n), or as columns (*, n, k) with the memory of rows
     failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
@@ -89,12 +89,16 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool 
         values, vectors = A.new_empty(batch), A.new_empty(shape[:-1])
     else:
         values = A.new_empty((*batch, k))
-        vectors = A.new_empty((*batch, n, k) if columns else (*batch, k, n))
+        vectors = A.new_empty((*batch, k, n))
+        if columns:  # not a view: a user may write into what a layer returns
+            d = len(batch)
+            layout = (*range(d), d + 1, d)
+            vectors = torch.empty_permuted((*batch, n, k), layout, dtype=dtype, device="cpu")
     second, tolerance = _second(n, dtype)
     count, sign = A.numel() // (n * n), 1.0 if largest else -1.0
     # Straight down, without functions in between: for one small matrix these take most time.
     start = A.data_ptr(), count, n, k or 1, dtype is torch.float64, sign, second, tolerance
-    start += values.data_ptr(), vectors.data_ptr(), columns
+    start += values.data_ptr(), vectors.data_ptr(), False
     threads = torch.get_num_threads()
     # A failure is rare, and a few matrices are solved twice faster than the mask is made.
     failed = torch.empty(batch, dtype=torch.bool, device="cpu") if count > _FEW else None
@@ -121,6 +125,8 @@ def eigenvector_gradient(
 
     `y` and `v` are `(*, k, n)`, or as columns `(*, n, k)`; `d_values` is `(*, k)`.
     """
+    if columns and y.dim() == A.dim():
+        y, v = y.mT, None if v is None else v.mT
     A = _laid_out(A)
     result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
     v = v if v is None or v.is_contiguous() else v.contiguous()
@@ -138,7 +144,7 @@ def eigenvector_gradient(
         dtype is torch.float64,
         1.0 if largest else -1.0,
         _EQUAL[dtype],
-        columns,
+        False,
         result.data_ptr(),
         None,
         torch.get_num_threads(),
