@@ -509,10 +509,15 @@ class Wrapped(nn.Module):
 
 
 def check_module_step(column: Column) -> None:
+    """The trace of the module and of its backward pass; `check_compile` generates code as well.
+
+    Most of the time of a cell that does is the C++ compiler's.
+    """
     torch._dynamo.reset()
     inputs = column.inputs()
+    backend = "inductor" if column.name in ("less", "ied") else "aot_eager"
     results = []
-    for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True)):
+    for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, backend=backend)):
         module = Wrapped(column)
         runner = wrap(module)
         optimiser = torch.optim.SGD(module.parameters(), lr=0.1)
