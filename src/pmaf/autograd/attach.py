@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.text import decode, encode
@@ -228,15 +229,16 @@ class Solve(torch.autograd.Function):
         first, second, y, multiplier, gap, *kept = ctx.saved_tensors
         tensors, problem = _given(first, second), ctx.problem
         needs = ctx.needs_input_grad[: len(tensors)]
+        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
+        given = Reverse(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
         if ctx.compiled and not torch.is_grad_enabled():
             incoming = d_multiplier if v is None else v
             if incoming is not None and plain(incoming):
-                found = problem.first_gradients(tensors, y, ctx.kind, kept, v, d_multiplier, needs)
+                found = problem.first_gradients(given)
                 if found is not None:
                     return *found, *(None,) * (9 - len(found))
-        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
         with full_precision(first.device), OneThread(first):
-            found = problem.gradients(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
+            found = problem.gradients(given)
         summed = (
             dx if dx is None or dx.shape == x.shape else dx.sum_to_size(x.shape)
             for dx, x in zip(found, tensors)
@@ -272,7 +274,8 @@ class Found(torch.autograd.Function):
             y, v = y.mT, None if v is None else v.mT
         state = State(multiplier, multiplier.new_full(A.shape[:-2], torch.nan), NOTHING)
         with full_precision(A.device):
-            (dA,) = ctx.problem.gradients((A,), y, state, Implicit(), v, d_multiplier, (True,))
+            given = Reverse((A,), y, state, Implicit(), v, d_multiplier, (True,))
+            (dA,) = ctx.problem.gradients(given)
         return dA, None, None
 
 

@@ -10,7 +10,7 @@ is such a function; the phase is fixed by differentiable operations, after the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,8 +20,10 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.attach import attach_found
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import (
     complex_rows,
     independent_rows,
@@ -41,7 +43,6 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Adaptive, Krylov, Solver
 from pmaf.solvers.auto import best_eigenvectors, is_reduced
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.bordered import State
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import Decomposition
 
@@ -213,24 +214,16 @@ class HermitianEigenvector(PrincipalEigenvectors):
         outer = (0.5 * z).unsqueeze(-1) * y.conj().unsqueeze(-2)
         return outer + outer.mH
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        (A,) = tensors
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        (A,), y, state, rule, v, d_multiplier, needs = given
         posed = _pair(self.largest)
         embedding: Any = torch.func.vjp(real_matrix, A)
         E, pull = embedding
         v = None if v is None else _paired(real_rows(_along(y, v)))
         d = None if d_multiplier is None else _paired(d_multiplier.unsqueeze(-1)).squeeze(-1)
         state = state._replace(shift=state.shift.unsqueeze(-1).expand(*state.shift.shape, 2))
-        (dE,) = posed.gradients((E,), paired_rows(y.unsqueeze(-2)), state, rule, v, d, needs)
+        pair = paired_rows(y.unsqueeze(-2))
+        (dE,) = posed.gradients(Reverse((E,), pair, state, rule, v, d, needs))
         return pull(dE)
 
 
@@ -296,7 +289,7 @@ def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
 
 def reduced_pair(A: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`C = L⁻¹AL⁻ᴴ` and `L` for `M = LLᴴ`, of the Hermitian parts, and where there is no `L`."""
-    L, info = torch.linalg.cholesky_ex(0.5 * (M + M.mH))
+    L, info = cholesky(0.5 * (M + M.mH))
     left = torch.linalg.solve_triangular(L, 0.5 * (A + A.mH), upper=False)
     return torch.linalg.solve_triangular(L, left.mH, upper=False), L, info != 0
 

@@ -13,7 +13,7 @@ division by the differences of the eigenvalues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from pmaf import errors
 from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
     normal_part,
@@ -35,6 +36,7 @@ from pmaf.gradients.eigenvectors import (
 from pmaf.layers.hermitian import reduced_pair, turned
 from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import symmetric_part
 from pmaf.operators.base import Operator
 from pmaf.operators.congruent import Congruent, solve_root
@@ -47,8 +49,7 @@ from pmaf.runtime.modes import full_precision, plain
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Solver
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Congruence, Kept, Nothing
+from pmaf.tangent.kept import NOTHING, Congruence, Nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,32 +75,12 @@ class PairedEigenvectors(PrincipalEigenvectors):
         # Eigenvalues are proportional to A; in M they are of degree −1.
         return self.changed(A=self.matrix / unit[..., None, None])
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kind: type[Kept],
-        kept: Sequence[Tensor | None],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
         return None
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if self.single:
-            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
-            v = None if v is None else v.unsqueeze(-2)
-            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.single else given
+        tensors, y, state, _, v, d_multiplier, needs = given
         along = None if d_multiplier is None else d_multiplier.unsqueeze(-1) * y
         z, normal = along, None
         if v is not None:
@@ -153,7 +134,7 @@ def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Ten
     `L⁻¹` is formed, because it is used six times in both passes, and products with it are several
     times faster than triangular solves. The errors of both are about cond(L) roundings.
     """
-    lower, info = torch.linalg.cholesky_ex(symmetric_part(M))
+    lower, info = cholesky(symmetric_part(M))
     if checked and bool(info.any()):
         _refuse(M, info != 0)
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
@@ -182,7 +163,7 @@ class _Change:
                 _refuse(M.d, bad.any(-1))
             self.root = M.d.sqrt()
         else:
-            self.root, info = torch.linalg.cholesky_ex(symmetric_part(M))
+            self.root, info = cholesky(symmetric_part(M))
             if bool(info.any()):
                 _refuse(M, info != 0)
 
