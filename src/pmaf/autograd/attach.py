@@ -276,11 +276,49 @@ class Found(torch.autograd.Function):
         return dA, None, None
 
 
+class FoundPair(torch.autograd.Function):
+    """`Found` for two tensors, with what the kernels have kept for the first derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        M: Tensor,
+        found: tuple[Tensor, Tensor],
+        kept: tuple[Tensor, ...],
+        problem: Any,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(A, M, *found, *kept)
+        ctx.problem = problem
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
+        A, M, y, multiplier, *kept = ctx.saved_tensors
+        incoming = d_multiplier if v is None else v
+        if incoming is None:
+            return (None,) * 5
+        needs = ctx.needs_input_grad[:2]
+        if ctx.problem.vectors:
+            y, v = y.mT, None if v is None else v.mT
+        found = None
+        if not torch.is_grad_enabled() and plain(incoming):
+            found = ctx.problem.differentiate_pair(A, kept, v, d_multiplier, needs)
+        if found is None:
+            state = State(multiplier, multiplier.new_full(A.shape[:-2], torch.nan), NOTHING)
+            rule = Implicit()
+            with full_precision(A.device):
+                found = ctx.problem.gradients((A, M), y, state, rule, v, d_multiplier, needs)
+        return *found, None, None, None
+
+
 # `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
 # for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
 # decomposition of a small matrix. So these are the methods of the base class of `Function`.
 _apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
 attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
+attach_pair: Any = super(torch.autograd.Function, FoundPair).apply  # pyright: ignore
 
 
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:

@@ -518,6 +518,13 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     return Eigenpairs(values, vectors)
 
 
+def _small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The same for a pair."""
+    from pmaf.layers.pairs import small_pair
+
+    return small_pair(A, M, k, largest)
+
+
 def ied(
     A: Tensor | Operator,
     k: int | None = None,
@@ -577,13 +584,12 @@ def ied(
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
-        and M is None
         and skip == 0
         and init is None
         and generator is None
         and isinstance(A, Tensor)
     ):
-        found = _small(A, k, largest)
+        found = _small(A, k, largest) if M is None else _small_pair(A, M, k, largest)
         if found is not None:
             return found
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
