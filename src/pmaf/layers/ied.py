@@ -288,21 +288,25 @@ class PrincipalEigenvectors(Problem):
         free = isinstance(given.state.kept, Nothing)
         if not (free and small and self.symmetric and native.takes(A)):
             return None
-        y = given.y.contiguous()
-        dA = self.differentiate(A, y, given.v, given.d_multiplier, columns=False)
+        took("tangent: compiled")
+        y, v, d_multiplier = given.y.contiguous(), given.v, given.d_multiplier
+        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest, columns=False)
         return None if dA is None else (dA,)
 
     def differentiate(
         self,
-        A: Tensor,
+        tensors: tuple[Tensor, ...],
         y: Tensor,
+        kept: Sequence[Tensor],
         v: Tensor | None,
         d_multiplier: Tensor | None,
-        columns: bool,
-    ) -> Tensor | None:
-        """The gradient of `A` by compiled kernels, None where they fail."""
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        """Gradients by the kernels that have found `y`, as columns; None where they fail."""
         took("tangent: compiled")
-        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest, columns)
+        (A,), k, largest = tensors, self.width, self.largest
+        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, largest, columns=True)
+        return None if dA is None else (dA,)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -496,8 +500,15 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
         return None
     took("ied: reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, (vectors, values), _bare(k, largest))
+        vectors, values = attach_found(A, None, (vectors, values), (), _bare(k, largest))
     return Eigenpairs(values, vectors)
+
+
+def _small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The same for a pair."""
+    from pmaf.layers.pairs import small_pair
+
+    return small_pair(A, M, k, largest)
 
 
 def ied(
@@ -559,13 +570,12 @@ def ied(
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
-        and M is None
         and skip == 0
         and init is None
         and generator is None
         and isinstance(A, Tensor)
     ):
-        found = _small(A, k, largest)
+        found = _small(A, k, largest) if M is None else _small_pair(A, M, k, largest)
         if found is not None:
             return found
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)

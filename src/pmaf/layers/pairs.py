@@ -13,7 +13,8 @@ division by the differences of the eigenvalues.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -21,7 +22,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pmaf import errors
+from pmaf import errors, native
+from pmaf.autograd.attach import attach_found
 from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
@@ -34,7 +36,7 @@ from pmaf.gradients.eigenvectors import (
     without,
 )
 from pmaf.layers.hermitian import reduced_pair, turned
-from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import symmetric_part
@@ -45,9 +47,10 @@ from pmaf.operators.matrix import Matrix
 from pmaf.problem import in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.modes import forward_mode, full_precision, plain
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Solver
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.kept import NOTHING, Congruence, Nothing
 
@@ -81,6 +84,9 @@ class PairedEigenvectors(PrincipalEigenvectors):
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
         tensors, y, state, _, v, d_multiplier, needs = given
+        if not self.largest:  # the largest of −A
+            tensors, state = (-tensors[0], tensors[1]), state._replace(shift=-state.shift)
+            d_multiplier = None if d_multiplier is None else -d_multiplier
         along = None if d_multiplier is None else d_multiplier.unsqueeze(-1) * y
         z, normal = along, None
         if v is not None:
@@ -101,6 +107,8 @@ class PairedEigenvectors(PrincipalEigenvectors):
             z = z if along is None else z + along
         assert z is not None
         dA = symmetric_product(z, y) if needs[0] else None
+        if dA is not None and not self.largest:
+            dA = -dA
         if not needs[1]:
             return dA, None
         z = state.shift.unsqueeze(-1) * z
@@ -126,6 +134,75 @@ class PairedEigenvectors(PrincipalEigenvectors):
             return y.squeeze(-2) if self.single else y
 
         return paired
+
+    def differentiate(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Sequence[Tensor],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        took("pairs: compiled gradient")
+        v = v.mT if v is not None and self.vectors else v
+        reduced = native.Reduced(*kept)
+        dtype = tensors[0].dtype
+        return native.pair_gradients(reduced, v, d_multiplier, dtype, self.largest, needs)
+
+
+@dataclass(frozen=True, eq=False)
+class HermitianPair(PairedEigenvectors):
+    """Eigenvectors of a pair of complex matrices, in the default phase, found by the kernels."""
+
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        # The common path, solved again, which can be differentiated again.
+        (A, M), needs = given.tensors, given.needs
+        wanted = [x for x, need in zip(given.tensors, needs) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            problem = PrincipalEigenvectors(
+                A, self.k, self.largest, descending=self.descending, M=M
+            )
+            found = run_pairs(problem, Auto(), given.rule, init=None, report=False, throw=False)
+            rows = found.value if self.k is None else found.value.mT
+            both = ((rows, given.v), (found.multiplier, given.d_multiplier))
+            outputs, incoming = zip(*((x, dx) for x, dx in both if dx is not None))
+            gradients = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
+        left = iter(gradients)
+        return tuple(next(left) if need else None for need in needs)
+
+
+@functools.lru_cache(maxsize=64)
+def _found(k: int | None, largest: bool, hermitian: bool) -> Any:
+    """The problem of a default call, without its matrices."""
+    kind = HermitianPair if hermitian else PairedEigenvectors
+    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
+    return kind.read(options)
+
+
+def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The forward pass of the default call on a small dense pair, in one call of the kernels.
+
+    Returns None where the common path is needed, which also says what is wrong with `M`.
+    """
+    if not (isinstance(M, Tensor) and A.shape == M.shape and A.dtype == M.dtype):
+        return None
+    shape = A.shape
+    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    compiled = square and is_reduced(A, k or 1) and native.takes_eigenvectors(M)
+    if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
+        return None
+    recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
+    found = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
+    if found is None:
+        return None
+    took("pairs: compiled")
+    values, vectors, kept = found
+    if recorded:
+        problem = _found(k, largest, A.is_complex())
+        vectors, values = attach_found(A, M, (vectors, values), kept, problem)
+    return Eigenpairs(values, vectors)
 
 
 def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:

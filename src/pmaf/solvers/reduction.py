@@ -130,7 +130,12 @@ class Reduction(Solver):
 def is_compiled(A: Tensor, k: int) -> bool:
     """Whether compiled kernels are faster than a decomposition for k eigenvectors of `A`."""
     n = A.shape[-1]
-    return n <= COMPILED_ROWS and k <= max(1, n // _SHARE) and native.takes(A)
+    return n <= COMPILED_ROWS and are_few(k, n) and native.takes(A)
+
+
+def are_few(k: int, n: int) -> bool:
+    """Whether k of n eigenpairs are found faster than all."""
+    return k <= max(1, n // _SHARE)
 
 
 # LAPACK works in blocks, and is faster for matrices that do not fit into the cache of a core.
