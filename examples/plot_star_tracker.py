@@ -141,9 +141,7 @@ dots = left.scatter(*place.mT, c=weights.detach(), norm="log", edgecolor="0.3", 
 for name in [*mistaken, "Betelgeuse", "Rigel"]:
     left.text(*place[names == name][0] + 0.03, name, ha="center", fontsize=8)
 figure.colorbar(dots, ax=left, label="learnt weight")
-left.set(
-    aspect="equal", xticks=[], yticks=[], xlabel="Around Orion: what five stars were taken for"
-)
+left.set(aspect="equal", xticks=[], yticks=[], xlabel="Orion: what five stars were taken for")
 right.scatter(*errors[:, 1:].mT, s=3, color="0.7")
 turns, half = torch.linspace(0, 2 * torch.pi, 100), torch.linalg.cholesky(covariance[1:, 1:])
 ellipse = half @ torch.stack([turns.cos(), turns.sin()])
