@@ -9,6 +9,9 @@ For a dense pair `T` is Cholesky's factor, and the derivative does not go throug
 For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has
 a part inside the span for the antisymmetric part alone, so that functions of the span need no
 division by the differences of the eigenvalues.
+
+A pair of operators is searched in the inner product of `M`, by products with both and by solves
+with `M`; nothing is factored.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.gradients.base import Reverse
+from pmaf.gradients.by_products import Incoming, pair_gradients
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
     normal_part,
@@ -43,7 +47,9 @@ from pmaf.linalg.products import symmetric_part
 from pmaf.operators.base import Operator
 from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.operators.diagonal import Diagonal
+from pmaf.operators.inner import inner_product
 from pmaf.operators.matrix import Matrix
+from pmaf.operators.rows import Rows
 from pmaf.problem import in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
@@ -52,7 +58,9 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
+from pmaf.solvers.krylov import Krylov, find_eigenvectors
 from pmaf.tangent.kept import NOTHING, Congruence, Nothing
+from pmaf.tangent.metric import Metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +213,47 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
     return Eigenpairs(values, vectors)
 
 
+class Seen(Rows):
+    """Products with the operator `A` of a pair, and with its `M`."""
+
+    def __init__(self, A: Operator, batch: torch.Size, own: Rows, metric: Metric) -> None:
+        super().__init__(A, batch)
+        self.own, self.metric = own, metric
+
+
+@dataclass(frozen=True, eq=False)
+class PairOfOperators(PrincipalEigenvectors):
+    """`PrincipalEigenvectors` of two operators, by products and solves with `M`."""
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 2}
+
+    def directions(self, rows: Tensor) -> Tensor:
+        return sphere.project(rows)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        if not isinstance(solver, Krylov):
+            raise TypeError(
+                f"{solver!r} does not know the inner product of {self.M!r}; use Auto() or Krylov()"
+            )
+        took("pairs: products, own solve" if self.M.solvable else "pairs: products")
+        assert isinstance(self.A, Operator)
+        seen = Seen(self.A, self.batch_shape, *self._inner_product(solver))
+        return seen.guarded(find_eigenvectors, self, solver, init, seen.metric), seen
+
+    def _inner_product(self, solver: Krylov) -> tuple[Rows, Metric]:
+        own = Rows(self.M, self.batch_shape)
+        return own, inner_product(own, solver.tolerance_of(self.dtype))
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        seen: Any = given.seen
+        return pair_gradients(self, given, seen.own, seen.metric)
+
+    def certify(self, value: Tensor) -> Certificate:
+        fixed = self.with_flat([x.detach() for x in self.flat])
+        _, metric = fixed._inner_product(Krylov())
+        return certify_eigenvectors_by_products(fixed, value, metric)
+
+
 def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """`L⁻¹` and `C = L⁻¹AL⁻ᵀ` for `M = LLᵀ`, of the symmetric parts; differentiable.
 
@@ -260,7 +309,8 @@ class _Change:
         return solve_root(self.root, x.mT, self.dims, transposed=True).mT
 
 
-# Up to this many rows, the entries of an operator M are formed where A is an operator, too.
+# Up to this many rows, the entries of an operator M without a solve are formed where A is an
+# operator, too.
 _FORMED = 2048
 
 
@@ -285,7 +335,7 @@ def run_pairs(
         return _run_complex(problem, solver, gradient, init, report, throw)
     posed = _posed(problem)
     options: dict[str, Any] = {"report": report, "throw": throw}
-    if isinstance(posed, PairedEigenvectors):
+    if isinstance(posed, (PairedEigenvectors, PairOfOperators)):
         return posed.run(solver, gradient, init=init, **options)
     dtype = problem.dtype
     if dtype in (torch.float16, torch.bfloat16):
@@ -368,18 +418,25 @@ def _posed(problem: PrincipalEigenvectors) -> PrincipalEigenvectors:
     if isinstance(M, Diagonal):
         return problem.changed(M=M)
     if isinstance(M, Operator):
-        if isinstance(A, Operator) and problem.n > _FORMED:
-            raise ValueError(
-                f"{M!r} has more than {_FORMED} rows, and its factor would have as many entries as "
-                "a dense matrix; use a diagonal M (such as a lumped mass matrix), "
-                "pmaf.operators.Diagonal(d), or pass M as a dense tensor"
-            )
+        if isinstance(A, Operator) and (M.solvable or problem.n > _FORMED):
+            return _pair_of_operators(problem)
         took("pairs: entries of M")
         M = entries(M)
     if isinstance(A, Operator):
         return problem.changed(M=M)
     x = problem
     return PairedEigenvectors(A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
+
+
+def _pair_of_operators(problem: PrincipalEigenvectors) -> PairOfOperators:
+    x, M, batch = problem, problem.M, problem.batch_shape
+    posed = PairOfOperators(x.A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
+    if M.batch_shape not in (posed.batch_shape, ()):
+        raise ValueError(
+            f"{M!r} has the batch {tuple(M.batch_shape)} and the problem {tuple(batch)}; "
+            "an operator needs the whole batch, or none"
+        )
+    return posed
 
 
 def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
@@ -394,6 +451,8 @@ def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
         inner: Any = problem.changed(A=C, M=None, reference=None)
         return inner.certify(X.squeeze(-1) if problem.k is None else X)
     posed = _posed(problem)
+    if isinstance(posed, PairOfOperators):
+        return posed.certify(value)
     Y = value.detach().unsqueeze(-1) if problem.k is None else value.detach()
     A, M = posed.A, posed.M
     if isinstance(A, Operator):
