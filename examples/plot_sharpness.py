@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from sklearn.datasets import load_digits
-from torch.func import grad, jvp
+from torch.func import grad, vjp
 from torch.nn.functional import cross_entropy, normalize
 
 import pmaf
@@ -53,9 +53,9 @@ def accuracy(weights):
 
 
 def product(vector, weights):
-    """The Hessian times a vector."""
+    """The Hessian, which is symmetric, times a vector."""
     counted.append(vector)
-    return jvp(grad(loss), (weights,), (vector,))[1]
+    return vjp(grad(loss), weights)[1](vector)[0]
 
 
 def sharpness(weights, **options):
