@@ -119,10 +119,9 @@ for relu in (True, False):
         print(f"{where}, {name}, {size}: {np.mean(found):.1%} ± {np.std(found, ddof=1):.1%}")
 
 # %%
-# After a ReLU the three do about equally well: mean and principal vector have the same sign
-# everywhere. Without it features of opposite signs cancel in the mean and not in the principal
-# vector, which here comes out between the mean and second-order pooling. That has 136 numbers
-# instead of 16.
+# After a ReLU the three do about equally well. Without it, features of opposite signs cancel in the
+# mean and not in the principal vector, which here comes out between the mean and second-order
+# pooling; the latter has 136 numbers instead of 16. None of this is a law: the spread is large.
 
 assert results["principal", True].mean() > 85
 
