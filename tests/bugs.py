@@ -1630,3 +1630,122 @@ FUNCTIONS = [
     ),
 ]
 BUGS += FUNCTIONS
+
+POOL = "test_pool.py::test_solutions_are_those_of_svd"
+POOLED = [
+    Bug(
+        "pool: the mean is not subtracted",
+        "layers/pool.py",
+        "X - mean.unsqueeze(-2) if self.centre else X",
+        "X",
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights do not sum to one",
+        "layers/pool.py",
+        "return weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "return weights",
+        f"{POOL}[7x4-channels--None-dtype1-weights]",
+    ),
+    Bug(
+        "pool: weights that are all zero are divided by their sum",
+        "layers/pool.py",
+        "weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "weights / weights.sum(-1, keepdim=True)",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: vectors of tokens are not normalised",
+        "layers/pool.py",
+        "rows = rows / one_if_zero(norm(rows)).unsqueeze(-1)",
+        "rows = rows / 1",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: moments of tokens are not divided by their number",
+        "layers/pool.py",
+        "return A @ A.mT / X.shape[-2] if",
+        "return A @ A.mT if",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights with gradients take roots",
+        "layers/pool.py",
+        "(plain(w) and not recorded(w) and not forward_mode(w))",
+        "plain(w)",
+        "test_pool.py::test_weights_with_gradients_take_no_roots",
+    ),
+    Bug(
+        "pool: the larger side",
+        "layers/pool.py",
+        "wide = tokens < channels and",
+        "wide = tokens > channels and",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side",
+    ),
+    Bug(
+        "pool: large features form a matrix",
+        "layers/pool.py",
+        "_FORMED = 256",
+        "_FORMED = 4096",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side "
+        "test_pool.py::test_nothing_of_the_size_of_the_channels_squared_is_formed",
+    ),
+    Bug(
+        "pool: a direction without extent is a vector",
+        "layers/pool.py",
+        "zero = known <= rank_tolerance(known.dtype) * known[..., :1].clamp_min(0)",
+        "zero = known < 0",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: rounding of the mean is an extent",
+        "layers/pool.py",
+        "zero = zero | (extents.detach() <= rounding.unsqueeze(-1))",
+        "zero = zero | (extents.detach() < 0 * rounding.unsqueeze(-1))",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: extents in other units",
+        "layers/pool.py",
+        "extents = extents * unit.squeeze(-1)",
+        "extents = extents * 1",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: no unit for features of any size",
+        "layers/pool.py",
+        "return power_of_two(largest)",
+        "return None",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: rounding of the mean decides signs",
+        "layers/pool.py",
+        "mean.masked_fill(zero.unsqueeze(-1), 0)",
+        "mean",
+        "test_pool.py::test_signs_of_features_without_a_mean_are_not_those_of_rounding",
+    ),
+    Bug(
+        "pool: signs without a reference",
+        "layers/pool.py",
+        "signs = _towards(rows, mean, extents)",
+        "signs = sphere.signs(rows)",
+        "test_pool.py::test_a_step_of_features_never_flips_signs_that_the_mean_decides "
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: maps are not transposed",
+        "layers/pool.py",
+        "return maps.flatten(-2).mT",
+        "return maps.flatten(-2)",
+        "test_pool.py::test_maps",
+    ),
+    Bug(
+        "pool: autocast rounds the moments",
+        "layers/pool.py",
+        "with full_precision(X.device):",
+        "if True:",
+        "test_pool.py::test_autocast_does_not_round",
+    ),
+]
+BUGS += POOLED
