@@ -1,6 +1,5 @@
 """Compiled kernels: right for every size, shape, dtype, instruction set and number of threads."""
 
-import itertools
 import json
 import os
 import subprocess
