@@ -1093,7 +1093,7 @@ LINALG = [
         "kernels: second derivatives of several complex vectors from one of each pair",
         "layers/hermitian.py",
         "state._replace(shift=state.shift.repeat_interleave(2, -1))",
-        "state._replace(shift=torch.cat([shift, shift], -1))",
+        "state._replace(shift=torch.cat([state.shift, state.shift], -1))",
         "test_native_complex.py::test_derivatives_are_those_of_differences",
     ),
     Bug(
