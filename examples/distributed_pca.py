@@ -1,4 +1,7 @@
-"""Learn feature weights through the PCA of data that no single process holds.
+"""Learn feature weights through a distributed PCA
+===============================================
+
+The data are spread over processes, none of which holds all of it.
 
     torchrun --nproc-per-node 2 examples/distributed_pca.py
     torchrun --nproc-per-node 4 examples/distributed_pca.py --rows 400000
