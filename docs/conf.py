@@ -42,7 +42,7 @@ myst_dmath_double_inline = True
 
 # Docstrings are in the style of Google, with names and formulas in single backticks.
 default_role = "name"
-add_module_names = False
+add_module_names = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
