@@ -5,7 +5,8 @@ differentiates the solution implicitly:
 
 * `less`, least squares with the solution on a sphere;
 * `ied`, implicit eigen decomposition: the top eigenvectors of a matrix;
-* `spectral`, functions of a symmetric matrix, such as its square root.
+* `spectral`, functions of a symmetric matrix, such as its square root;
+* `PrincipalPool`, pooling of features by their principal direction.
 """
 
 from pmaf import gradients, metrics, operators, solvers
@@ -14,6 +15,7 @@ from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
 from pmaf.layers.isvd import SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
 from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
+from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
@@ -28,6 +30,7 @@ __all__ = [
     "ConvergenceWarning",
     "Eigenpairs",
     "PrincipalEigenvectors",
+    "PrincipalPool",
     "PrincipalSingularVectors",
     "Problem",
     "SingularTriplets",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pmaf.autograd.image import image
-from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients import Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.nullspace import PrincipalSingularVectors
 from pmaf.linalg.products import dot
@@ -22,7 +23,6 @@ from pmaf.runtime import ranks
 from pmaf.solution import Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
-from pmaf.tangent.bordered import State
 
 
 class SingularTriplets(NamedTuple):
@@ -61,20 +61,9 @@ class _PrincipalTriplets(PrincipalSingularVectors):
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (*self.batch_shape, *self.vectors, self.n), (*self.batch_shape, *self.vectors)
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        conditions: Any = TripletConditions(
-            tensors[0], y, state.shift, d_multiplier, state, self.largest, self.single
-        )
-        return rule.pullback(conditions, v, needs)  # pyright: ignore[reportArgumentType]
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        conditions: Any = TripletConditions(given, self.largest, self.single)
+        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg.products import broadcast, dot, frobenius
@@ -25,7 +26,6 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
-from pmaf.tangent.bordered import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,24 +155,10 @@ class PrincipalSingularVectors(Problem):
 
     # Differentiation.
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if self.k is None:
-            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
-            v = None if v is None else v.unsqueeze(-2)
-            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
-        conditions: Any = SingularConditions(
-            tensors, y, state.shift, d_multiplier, state, self.largest, self.single
-        )
-        return rule.pullback(conditions, v, needs)  # pyright: ignore[reportArgumentType]
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.k is None else given
+        conditions: Any = SingularConditions(given, self.largest, self.single)
+        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import (
     padded,
@@ -102,7 +103,7 @@ def _reduced(gram: Tensor, k: int, largest: bool) -> Tensor:
     """The vectors of the k largest or smallest eigenvalues as rows, `(*, k, n)`."""
     _, rows, failed = native.largest_pairs(gram, k, largest)
     if failed is not None:
-        vectors = torch.linalg.eigh(gram[failed]).eigenvectors
+        vectors = eigh(gram[failed]).vectors
         vectors = vectors[..., -k:].flip(-1) if largest else vectors[..., :k]
         rows[failed] = vectors.mT
     return rows
@@ -130,7 +131,7 @@ _SMALL = 1e-3
 
 def _from_gram(A: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """`singular_basis` for numbers that float32 holds, by their Gram matrix in float64."""
-    vectors = torch.linalg.eigh(weighted_gram(A, weights)).eigenvectors
+    vectors = eigh(weighted_gram(A, weights)).vectors
     rows = vectors.flip(-1).mT
     found = sizes(rows, A, weights)
     # Images of null vectors are rounding, and a wide matrix has a known number of them.
