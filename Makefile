@@ -3,17 +3,17 @@ BIN := .venv/bin
 # What runs a second time without compiled kernels, as it would on a machine without a compiler.
 PLAIN := tests/test_ied_small.py tests/test_ied_solution.py tests/test_ied_repeated.py tests/test_less_solution.py tests/test_less_traps.py tests/test_range.py
 
-.PHONY: demo test test-plain test-sanitized test-clients test-long test-portable test-versions mutants bench lint format clean
+.PHONY: demo test test-plain test-sanitized test-clients test-long test-portable test-versions mutants bench docs gallery lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not gallery"
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 $(PLAIN)
 
 test-plain: .venv/ready
-	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not gallery"
 
 test-sanitized: .venv/ready
 	$(BIN)/python -m tests.sanitized
@@ -37,6 +37,14 @@ mutants: .venv/ready
 bench: .venv/ready
 	$(BIN)/pmaf bench
 
+# Warnings are errors. -E reads every page again, so that none of its warnings is missed.
+docs: .venv/docs
+	$(BIN)/python -m sphinx -E -W --keep-going -n docs build/docs
+	@echo "The site is build/docs/index.html"
+
+gallery: .venv/docs
+	$(BIN)/python -m pytest -s tests/test_gallery.py
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,11 +55,15 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist out
+	rm -rf .venv build dist out docs/gallery docs/sg_execution_times.rst
 
 # The constraints pin every version; the package itself declares ranges.
 .venv/ready: pyproject.toml constraints.txt hatch_build.py $(wildcard src/pmaf/native/kernels/*)
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,test]'
+	touch $@
+
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs,test]'
 	touch $@

@@ -692,24 +692,34 @@ def excused(row: Row, column: Column) -> bool:
 
 
 def page() -> str:
-    """The table in Markdown."""
-    columns = [column.name for column in COLUMNS]
+    """The table in Markdown: which columns a row excuses, since most work everywhere."""
     lines = [
         "# Which PyTorch transforms work with what",
         "",
         "Made from the table that the tests run, by `python -m tests.transforms`.",
-        "✓ is tested to work, ✗ to raise an error that says what to use instead.",
+        f"Each of the {len(ROWS)} transforms is tested with each of the {len(COLUMNS)} calls",
+        "listed below: to work, or to raise an error that says what to use instead.",
         "",
-        "| | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
+        "| transform | works with | raises an error with |",
+        "|---|---|---|",
     ]
     for row in ROWS:
-        cells = ["✗" if excused(row, column) else "✓" for column in COLUMNS]
-        lines.append(f"| {row.name} | " + " | ".join(cells) + " |")
+        out = [column.name for column in COLUMNS if excused(row, column)]
+        works = f"{len(COLUMNS) - len(out)} of {len(COLUMNS)}" if out else "all"
+        lines.append(f"| {row.name} | {works} | {'; '.join(out) or '–'} |")
     lines += [
         "",
         "Forward mode is exact up to fourth derivatives, in any mix with reverse mode; for a",
         "symmetric eigenproblem it costs a full decomposition. Reverse mode is exact to any order.",
+        "Operators, sparse tensors and DTensors are not in this table: they have first derivatives",
+        "by autograd, and no transforms ([operators](operators.md)).",
+        "",
+        "## The calls",
+        "",
+        '"Declared" is a problem that the library does not know ([more](declare.md)). The last',
+        "ones have sizes at which every method of the default solvers is taken.",
+        "",
+        *(f"- {column.name}" for column in COLUMNS),
         "",
     ]
     return "\n".join(lines)

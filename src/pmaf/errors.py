@@ -12,11 +12,28 @@ from torch import Tensor
 
 
 class ConvergenceWarning(UserWarning):
-    """A solve stopped before it met its own stopping rule."""
+    """A solve stopped before it met its own stopping rule.
+
+    >>> import warnings, torch, pmaf
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     one_step = pmaf.solvers.ProjectedGradient(max_iterations=1)
+    ...     u = pmaf.less(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.eye(2)[0], solver=one_step)
+    >>> caught[0].category.__name__
+    'ConvergenceWarning'
+    """
 
 
 class ConvergenceError(RuntimeError):
-    """A solve with `throw=True` stopped before it met its own stopping rule."""
+    """A solve with `throw=True` stopped before it met its own stopping rule.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.SphereLeastSquares(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.eye(2)[0])
+    >>> try:
+    ...     pmaf.solve(problem, solver=pmaf.solvers.ProjectedGradient(max_iterations=1), throw=True)
+    ... except pmaf.ConvergenceError as error:
+    ...     print(str(error).partition(" (")[0])
+    1 of 1 solves did not converge in 1 iterations
+    """
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -16,6 +16,10 @@ def fixed_point_distance(A: Tensor, y: Tensor, b: Tensor | None = None) -> Tenso
         A: `(*, m, n)`, square for IED.
         y: `(*, n)`, the solution.
         b: `(*, m)`.
+
+    >>> import torch, pmaf
+    >>> pmaf.metrics.fixed_point_distance(torch.eye(2), torch.tensor([0.6, 0.8]), torch.zeros(2))
+    tensor(1.)
     """
     image = matvec(A, y)
     if b is not None:

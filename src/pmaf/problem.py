@@ -64,6 +64,20 @@ class Problem(Named):
     The multiplier `uᵀ force(u)`, the certificate, both modes of differentiation to any order, the
     search by products, batches, traces and transforms follow from these two. A subclass may
     override a method, such as `gradients`, for which it has a faster way.
+
+    >>> import torch, pmaf
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, eq=False)
+    ... class Quadratic(pmaf.Problem):  # ½uᵀQu − cᵀu on the unit sphere
+    ...     Q: torch.Tensor
+    ...     c: torch.Tensor
+    ...     inputs = {"Q": 2, "c": 1}
+    ...     def force(self, u, Q, c):
+    ...         return c - (Q @ u.unsqueeze(-1)).squeeze(-1)
+    ...     def curvature(self, rows):
+    ...         return rows @ self.Q.mT
+    >>> pmaf.solve(Quadratic(torch.eye(2), torch.tensor([3.0, 4.0]))).value.round(decimals=3)
+    tensor([0.6000, 0.8000])
     """
 
     inputs: ClassVar[dict[str, int]] = {}

@@ -73,6 +73,11 @@ class Solution:
         iterations: steps taken.
         converged: whether the solver's own stopping rule was met.
         backward: the report of the backward pass about its linear system, for a solve by products.
+
+    >>> import torch, pmaf
+    >>> solution = pmaf.solve(pmaf.PrincipalEigenvectors(torch.diag(torch.tensor([3.0, 1.0]))))
+    >>> solution.value, solution.gap
+    (tensor([1., 0.]), tensor(2.))
     """
 
     value: Tensor
@@ -93,6 +98,11 @@ class Certificate:
         stationarity: size of the gradient along the constraint, relative to the problem.
         optimality: smallest eigenvalue of the Lagrangian's Hessian, relative to the
             largest of the objective's. It is zero or more, up to rounding, at a global minimum.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
+    >>> pmaf.certify(problem, torch.tensor([-0.6, -0.8])).optimality < 0  # no minimum
+    tensor(True)
     """
 
     feasibility: Tensor

@@ -23,6 +23,12 @@ class DDN(Gradient):
     Args:
         exploit: build `𝓑` from its structure ("E"), or by automatic differentiation of
             the objective, one batch entry at a time ("J", the paper's "AutoDiff" row).
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
+    >>> pmaf.ied(A, gradient=pmaf.gradients.DDN()).vectors[1].backward()
+    >>> A.grad[0, 1].round(decimals=3)  # one half of 1/(3 − 1)
+    tensor(0.2500)
     """
 
     exploit: bool = True

@@ -23,6 +23,12 @@ class IFT(Gradient):
     Args:
         exploit: use the structure of `H` and `𝓑` ("E"), or build both by automatic
             differentiation, one batch entry at a time ("J").
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
+    >>> pmaf.ied(A, gradient=pmaf.gradients.IFT()).vectors[1].backward()
+    >>> A.grad[0, 1].round(decimals=3)  # one half of 1/(3 − 1)
+    tensor(0.2500)
     """
 
     solves = (Eigenvectors,)

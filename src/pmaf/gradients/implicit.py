@@ -18,6 +18,12 @@ class Implicit(Gradient):
     The gradient is exact wherever the derivative exists, including the hard case of LESS and
     eigenvectors. Where the derivative does not exist, the gradient is finite and of least norm.
     Derivatives of any order may be taken.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
+    >>> pmaf.ied(A, gradient=pmaf.gradients.Implicit()).vectors[1].backward()
+    >>> A.grad[0, 1].round(decimals=3)  # one half of 1/(3 − 1)
+    tensor(0.2500)
     """
 
     solves = (Minimum, Eigenvectors, SingularVectors)

@@ -42,7 +42,12 @@ from pmaf.tangent.kept import Nothing
 
 
 class Eigenpairs(NamedTuple):
-    """Eigenvalues and eigenvectors: `(*,)` and `(*, n)`, or `(*, k)` and `(*, n, k)`."""
+    """Eigenvalues and eigenvectors: `(*,)` and `(*, n)`, or `(*, k)` and `(*, n, k)`.
+
+    >>> import torch, pmaf
+    >>> pmaf.ied(torch.diag(torch.tensor([3.0, 1.0]))).values
+    tensor(3.)
+    """
 
     values: Tensor
     vectors: Tensor
@@ -97,6 +102,11 @@ class PrincipalEigenvectors(Problem):
             vector of a Laplacian.
         M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`: a
             tensor or an operator; None for the identity.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 2.5, 1.0]))
+    >>> pmaf.solve(pmaf.PrincipalEigenvectors(A, k=2)).multiplier
+    tensor([3.0000, 2.5000])
     """
 
     A: Tensor | Operator

@@ -35,6 +35,10 @@ class SingularTriplets(NamedTuple):
     """Left vectors, singular values and right vectors, as `torch.linalg.svd` orders them.
 
     `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`, `(*, k)` and `(*, n, k)`.
+
+    >>> import torch, pmaf
+    >>> pmaf.isvd(torch.diag(torch.tensor([3.0, 2.0])), k=2).values
+    tensor([3., 2.])
     """
 
     left: Tensor
@@ -122,7 +126,7 @@ def isvd(
 
     >>> import torch, pmaf
     >>> left, values, right = pmaf.isvd(torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 0.0]]))
-    >>> left, values, right
+    >>> left.abs(), values, right
     (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
     """
     # Checks the arguments; signs belong to the right vectors.

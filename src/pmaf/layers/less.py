@@ -57,6 +57,11 @@ class SphereLeastSquares(Problem):
         M: `(*, n, n)`, symmetric and positive definite, or `pmaf.operators.Diagonal`; the
             constraint is then one on `√(uᵀMu)`.
         weights: `(*, m)`, none negative; the objective is then `½Σᵢ wᵢ(aᵢu − bᵢ)²`.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]), radius=2.0)
+    >>> pmaf.solve(problem).value
+    tensor([1.2000, 1.6000])
     """
 
     A: Tensor | Operator

@@ -46,6 +46,11 @@ class PrincipalSingularVectors(Problem):
         descending: order of the singular values if there are several.
         reference: towards which the sign of each vector is chosen, as in `PrincipalEigenvectors`.
         single: set by the library, for numbers that float32 holds in tensors of float64.
+
+    >>> import torch, pmaf
+    >>> problem = pmaf.PrincipalSingularVectors(torch.diag(torch.tensor([3.0, 2.0])), largest=False)
+    >>> pmaf.solve(problem).multiplier, pmaf.solve(problem).gap
+    (tensor(2.), tensor(1.))
     """
 
     A: Tensor | Operator

@@ -23,6 +23,24 @@ class Operator(ABC):
     many.
 
     Operators can be added, and multiplied by numbers: `damping * P + teleport`.
+
+    >>> import torch, pmaf
+    >>> class Shifted(pmaf.operators.Operator):  # d times the components, which move by one
+    ...     shape = property(lambda self: torch.Size([len(self.d), len(self.d)]))
+    ...     tensors = property(lambda self: (self.d,))
+    ...     def __init__(self, d):
+    ...         self.d = d
+    ...     def with_tensors(self, tensors):
+    ...         return Shifted(*tensors)
+    ...     def matvec(self, rows):
+    ...         return self.d * rows.roll(1, -1)
+    ...     def rmatvec(self, rows):
+    ...         return (self.d * rows).roll(-1, -1)
+    >>> d = torch.tensor([2.0, 2.0, 2.0], requires_grad=True)
+    >>> value = pmaf.ied(Shifted(d)).values  # of the symmetric part
+    >>> value.backward()
+    >>> value.detach().round(decimals=3), d.grad.round(decimals=3)
+    (tensor(2.), tensor([0.3330, 0.3330, 0.3330]))
     """
 
     symmetric: bool = False  # whether it is so by construction, or Hermitian if it is complex
@@ -176,12 +194,22 @@ class Operator(ABC):
 
 
 def multiply(A: Tensor | Operator, u: Tensor) -> Tensor:
-    """`A u` for one vector of each batch entry, `(*, n)` to `(*, m)`, whatever `A` is."""
+    """`A u` for one vector of each batch entry, `(*, n)` to `(*, m)`, whatever `A` is.
+
+    >>> import torch, pmaf
+    >>> pmaf.operators.multiply(torch.diag(torch.tensor([1.0, 2.0])), torch.ones(2))
+    tensor([1., 2.])
+    """
     return A(u) if isinstance(A, Operator) else matvec(A, u)
 
 
 def multiply_rows(A: Tensor | Operator, rows: Tensor) -> Tensor:
-    """`A x` for every row, `(*, p, n)` to `(*, p, m)`, whatever `A` is."""
+    """`A x` for every row, `(*, p, n)` to `(*, p, m)`, whatever `A` is.
+
+    >>> import torch, pmaf
+    >>> pmaf.operators.multiply_rows(torch.diag(torch.tensor([1.0, 2.0])), torch.ones(3, 2)).shape
+    torch.Size([3, 2])
+    """
     return A.matvec(rows) if isinstance(A, Operator) else rows @ A.mT
 
 
@@ -205,7 +233,12 @@ def known_by_products(A: Any) -> bool:
 
 
 def as_operator(A: Any) -> Operator:
-    """`A` itself if it is an operator; a dense or sparse tensor as an operator."""
+    """`A` itself if it is an operator; a dense or sparse tensor as an operator.
+
+    >>> import torch, pmaf
+    >>> pmaf.operators.as_operator(torch.eye(3))
+    Matrix(3, 3)
+    """
     from pmaf.operators.matrix import Matrix
     from pmaf.operators.sparse import Sparse
 

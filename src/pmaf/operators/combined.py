@@ -17,7 +17,13 @@ from pmaf.runtime.ranks import mesh_of, replicate
 
 
 class Sum(Operator):
-    """`A + B + …`."""
+    """`A + B + …`.
+
+    >>> import torch
+    >>> from pmaf.operators import Diagonal, LowRank
+    >>> (Diagonal(torch.ones(2)) + LowRank(torch.ones(1, 2), torch.ones(1, 2)))(torch.ones(2))
+    tensor([3., 3.])
+    """
 
     def __init__(self, *parts: Operator) -> None:
         if not parts:
@@ -127,7 +133,13 @@ class _Multiple(Operator):
 
 
 class Scaled(_Multiple):
-    """A number times an operator."""
+    """A number times an operator.
+
+    >>> import torch
+    >>> from pmaf.operators import Diagonal
+    >>> (0.5 * Diagonal(torch.tensor([2.0, 4.0])))(torch.ones(2))
+    tensor([1., 2.])
+    """
 
     def __init__(self, part: Operator, factor: float) -> None:
         super().__init__(part)

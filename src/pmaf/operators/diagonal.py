@@ -15,6 +15,10 @@ class Diagonal(Operator):
     """The matrix with diagonal `d` of shape `(*, n)`.
 
     `Diagonal(degrees) - Sparse(adjacency)` is the Laplacian of a graph.
+
+    >>> import torch, pmaf
+    >>> pmaf.operators.Diagonal(torch.tensor([1.0, 2.0]))(torch.tensor([3.0, 4.0]))
+    tensor([3., 8.])
     """
 
     def __init__(self, d: Tensor) -> None:

@@ -43,6 +43,11 @@ class Adaptive(Solver):
 
     The defaults are about where the attempts become faster than a decomposition in
     `pmaf bench ied-crossover` on two cores; other machines may need others.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, solver=pmaf.solvers.Adaptive()).values.round(decimals=3)
+    tensor(3.)
     """
 
     power_from: float = 12_000

@@ -26,7 +26,13 @@ from pmaf.solvers.singular import SVD
 
 @dataclass(frozen=True)
 class Auto(Solver):
-    """The fastest solver for the problem at hand among those that are globally optimal."""
+    """The fastest solver for the problem at hand among those that are globally optimal.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, solver=pmaf.solvers.Auto()).values.round(decimals=3)
+    tensor(3.)
+    """
 
     solves = (Minimum, Eigenvectors, SingularVectors)
 

@@ -43,6 +43,11 @@ class Cholesky(Solver):
     Args:
         max_iterations: limit on the vectors of the Krylov space; four to ten are taken.
         rounds: limit on the Newton steps, with a factor each; nearly always one is taken.
+
+    >>> import torch, pmaf
+    >>> A, b = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([3.0, 0.0])
+    >>> pmaf.less(A, b, solver=pmaf.solvers.Cholesky()).round(decimals=3)
+    tensor([1., 0.])
     """
 
     solves = (LeastSquares,)

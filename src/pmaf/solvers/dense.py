@@ -22,6 +22,11 @@ class Dense(Solver):
 
     The whole decomposition is kept, so that the backward pass takes a few products. With `Unroll()`
     this solver is the paper's "AutoDiff", with torch's own derivative.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, k=2, solver=pmaf.solvers.Dense()).values.round(decimals=3)
+    tensor([3., 2.])
     """
 
     solves = (Eigenvectors,)

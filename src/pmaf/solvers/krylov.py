@@ -34,6 +34,11 @@ class Krylov(Solver):
             fewer products when eigenvalues are close. Unless given, 40, or n if n is at most 256.
         max_products: limit on the products, forward and again backward.
         tolerance: on the residual relative to the matrix, as reported; a few eps unless given.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, solver=pmaf.solvers.Krylov(max_products=100)).values.round(decimals=3)
+    tensor(3.)
     """
 
     solves = (Minimum, Eigenvectors)

@@ -27,6 +27,11 @@ class Lanczos(Solver):
         restarts: limit on the restarts.
         tolerance: on `‖Ay − λy‖/‖A‖`; a few eps unless given.
         fallback: solve the entries that have not converged with `Dense()`.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, k=2, solver=pmaf.solvers.Lanczos()).values.round(decimals=3)
+    tensor([3., 2.])
     """
 
     solves = (Eigenvectors,)

@@ -95,6 +95,10 @@ class Backtracking(LineSearch):
 
     The test is made at the trial point *before* it is projected onto the sphere, as in
     the published code.
+
+    >>> from pmaf.solvers import Backtracking, ProjectedGradient
+    >>> ProjectedGradient(step="unit", search=Backtracking()).search
+    Backtracking(alpha=0.5, beta=0.8)
     """
 
     alpha: float = 0.5
@@ -112,6 +116,10 @@ class TangentDecay(LineSearch):
     The test is made at the trial point *after* it is projected onto the sphere. A
     product of the two tangent gradients within `angle_tolerance` of zero ends both the
     shrinking and the whole run, as in the published code.
+
+    >>> from pmaf.solvers import ProjectedGradient, TangentDecay
+    >>> ProjectedGradient(search=TangentDecay(beta=0.8)).search
+    TangentDecay(beta=0.8, angle_tolerance=1e-05)
     """
 
     beta: float = 0.9

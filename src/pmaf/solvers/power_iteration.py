@@ -32,6 +32,11 @@ class PowerIteration(Solver):
         shift: added to every eigenvalue so that the algebraically largest is also the
             largest in modulus. Estimated from a short Krylov sequence unless given; zero
             for the paper's rows. Nonsymmetric matrices are never shifted by default.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, solver=pmaf.solvers.PowerIteration(iterations=200)).values.round(decimals=3)
+    tensor(3.)
     """
 
     solves = (Eigenvectors,)

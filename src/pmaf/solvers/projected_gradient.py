@@ -53,6 +53,11 @@ class ProjectedGradient(Solver):
             steps once the norm of the gradient is below `√regulariser`.
         tolerance: stop when the objective changes by less than this.
         max_iterations: give up after this many steps.
+
+    >>> import torch, pmaf
+    >>> A, b = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([3.0, 0.0])
+    >>> pmaf.less(A, b, solver=pmaf.solvers.ProjectedGradient(max_iterations=500)).round(decimals=3)
+    tensor([1., 0.])
     """
 
     solves = (LeastSquares,)

@@ -47,6 +47,11 @@ class Reduction(Solver):
 
     For right singular vectors in float32, `AᵀA` is formed and reduced in double precision; `SVD()`
     solves everything else.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, k=2, solver=pmaf.solvers.Reduction()).values.round(decimals=3)
+    tensor([3., 2.])
     """
 
     solves = (Eigenvectors, LeastSquares, SingularVectors)

@@ -54,6 +54,11 @@ class Secular(Solver):
     Args:
         max_iterations: limit on the Newton steps; about eight are taken.
         refinements: limit on the Newton steps against `A`; one or two are taken.
+
+    >>> import torch, pmaf
+    >>> A, b = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([3.0, 0.0])
+    >>> pmaf.less(A, b, solver=pmaf.solvers.Secular()).round(decimals=3)
+    tensor([1., 0.])
     """
 
     solves = (Minimum,)

@@ -39,6 +39,11 @@ class SimultaneousIteration(Solver):
         shift: as for `PowerIteration`.
         full: iterate on all n columns, as the published code does, and return k of these columns,
             instead of the Ritz vectors of k columns.
+
+    >>> import torch, pmaf
+    >>> A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    >>> pmaf.ied(A, k=2, solver=pmaf.solvers.SimultaneousIteration()).values.round(decimals=3)
+    tensor([3., 2.])
     """
 
     solves = (Eigenvectors,)

@@ -33,6 +33,11 @@ class SVD(Solver):
 
     In float64 `AᵀA` has all digits of a float32 matrix, so that for these it is decomposed instead,
     by `torch.linalg.eigh`, which is faster. The whole basis is kept for the backward pass.
+
+    >>> import torch, pmaf
+    >>> A = torch.tensor([[3.0, -4.0], [6.0, -8.0]])
+    >>> pmaf.nullspace(A, solver=pmaf.solvers.SVD()).round(decimals=3)
+    tensor([0.8000, 0.6000])
     """
 
     solves = (SingularVectors,)

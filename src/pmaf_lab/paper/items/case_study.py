@@ -63,6 +63,8 @@ def values(
 
 
 def steps(found: dict[str, Any]) -> str:
+    if found["converged"] and not found["iterations"]:
+        return "direct"  # a solver that does not iterate
     return f"{found['iterations']} steps" + ("" if found["converged"] else " (limit)")
 
 
