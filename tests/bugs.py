@@ -1630,3 +1630,143 @@ FUNCTIONS = [
     ),
 ]
 BUGS += FUNCTIONS
+
+METRICS = "test_pairs_products.py::test_values_vectors_and_certificates"
+METRIC_GRADIENTS = "test_pairs_products.py::test_gradients_are_those_of_dense_pairs"
+INNER_PRODUCTS = [
+    Bug(
+        "pairs by products: M gets no gradient from the lengths of vectors",
+        "gradients/by_products.py",
+        "left = left + torch.bmm(0.25 * (inside + inside.mT), y)",
+        "left = left + 0",
+        METRIC_GRADIENTS,
+    ),
+    Bug(
+        "pairs by products: M gets no gradient from the angles between vectors",
+        "gradients/by_products.py",
+        "torch.bmm(0.25 * (inside + inside.mT), y)",
+        "0.5 * inside.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * y",
+        METRIC_GRADIENTS,
+    ),
+    Bug(
+        "pairs by products: the gradient of M has the wrong sign",
+        "gradients/by_products.py",
+        "_symmetric_pull(own, -left, y,",
+        "_symmetric_pull(own, left, y,",
+        METRIC_GRADIENTS,
+    ),
+    Bug(
+        "pairs by products: the gradient is orthogonal without M",
+        "tangent/residuals.py",
+        "return torch.baddbmm(right, inner(right, self.y), self.dual, alpha=-1)",
+        "return right",
+        METRIC_GRADIENTS,
+    ),
+    Bug(
+        "pairs by products: errors of solves add up in the backward pass",
+        "tangent/residuals.py",
+        "(~done & (left <= eps ** (1 / 3) * mark)).any()",
+        "False",
+        "test_pairs_products.py::test_batches",
+    ),
+    Bug(
+        "pairs by products: a space keeps the wrong products with M",
+        "krylov/space.py",
+        "        self._duals[:, : self.width] = duals\n",
+        "",
+        "test_pairs_products.py::test_restarts_and_corrections",
+    ),
+    Bug(
+        "pairs by products: a refreshed space has old products with M",
+        "krylov/space.py",
+        "        self._duals[:, : self.width] = self.metric.dual(self.rows)\n",
+        "",
+        "test_pairs_products.py::test_restarts_and_corrections " + METRICS,
+        argued="The rows change by rounding alone, and so do their products.",
+    ),
+    Bug(
+        "pairs by products: directions are not made orthogonal twice",
+        "krylov/space.py",
+        "    small = math.inf\n",
+        "    small = 0\n",
+        METRICS + " test_pairs_products.py::test_restarts_and_corrections",
+    ),
+    Bug(
+        "pairs by products: corrections without the metric",
+        "krylov/search.py",
+        "                        metric=metric,\n",
+        "",
+        "test_pairs_products.py::test_restarts_and_corrections",
+    ),
+    Bug(
+        "pairs by products: rounding of M does not count",
+        "solvers/krylov.py",
+        "tolerance = tolerance * metric.rounding",
+        "tolerance = tolerance * 1.0",
+        "test_pairs_products.py::test_an_ill_conditioned_metric",
+    ),
+    Bug(
+        "pairs by products: the diagonal of M is not used",
+        "tangent/metric.py",
+        "return rest if self.diagonal is None else rest / self.diagonal",
+        "return rest",
+        "test_pairs_products.py::test_a_diagonal_saves_products",
+    ),
+    Bug(
+        "pairs by products: negative curvature of M is not seen",
+        "tangent/metric.py",
+        "negative = moving & (curvature <= 0)",
+        "negative = moving & (curvature < -torch.inf)",
+        "test_pairs_products.py::TestErrors::test_an_indefinite_metric",
+    ),
+    Bug(
+        "pairs by products: a negative length is not seen",
+        "tangent/metric.py",
+        "        negative = square < 0\n",
+        "        negative = square < -torch.inf\n",
+        "test_pairs_products.py::TestErrors::test_an_indefinite_metric_with_a_solve",
+    ),
+    Bug(
+        "pairs by products: a solve is not checked",
+        "operators/inner.py",
+        "    if (apart <= worth).all():",
+        "    if True:",
+        "test_pairs_products.py::test_a_wrong_solve_says_so",
+    ),
+    Bug(
+        "pairs by products: a solve is not used",
+        "operators/matvec.py",
+        "return self._solve is not None",
+        "return False",
+        "test_pairs_products.py::test_a_wrong_solve_says_so",
+    ),
+    Bug(
+        "pairs by products: a multiple is solved as the matrix",
+        "operators/combined.py",
+        "return self.part.solve(rows) / self.factor",
+        "return self.part.solve(rows)",
+        "test_pairs_products.py::test_multiples_of_a_diagonal_matrix_are_solved_as_they_are",
+    ),
+    Bug(
+        "pairs by products: a certificate in the wrong inner product",
+        "certificate.py",
+        "stationarity=metric.length(metric.raised(rest), rest)",
+        "stationarity=metric.length(rest, rest)",
+        "test_pairs_products.py::test_certificates_see_what_is_wrong",
+    ),
+    Bug(
+        "pairs by products: a certificate of unit vectors",
+        "certificate.py",
+        "feasibility=(y @ dual.mT - eye)",
+        "feasibility=(y @ y.mT - eye)",
+        "test_pairs_products.py::test_certificates_see_what_is_wrong",
+    ),
+    Bug(
+        "pairs by products: a batch of M is that of A",
+        "solvers/krylov.py",
+        "    batch, n = problem.batch_shape, A.shape[-1]\n",
+        "    batch, n = A.batch_shape, A.shape[-1]\n",
+        "test_pairs_products.py::test_batches",
+    ),
+]
+BUGS += INNER_PRODUCTS
