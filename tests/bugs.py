@@ -1654,13 +1654,6 @@ COMPLEX_SINGULAR = [
         "test_complex_singular.py::test_solutions_are_those_of_svd",
     ),
     Bug(
-        "complex singular: the kernels mix pairs",
-        "layers/complex_singular.py",
-        "way = _SVD if isinstance(solver, Reduction) else solver",
-        "way = solver",
-        "test_complex_singular.py::test_solvers_agree",
-    ),
-    Bug(
         "complex singular: right vectors of svd are not conjugated",
         "linalg/singular.py",
         "return rows.conj(), padded(values, n)",
@@ -1731,13 +1724,6 @@ GROUPS = [
         "return (values, rows.mT) if posed.largest else (-values.flip(-1), rows.flip(-2).mT)",
         "return values, rows.mT",
         "test_spectral.py::TestGroups::test_a_decomposition_that_is_known",
-    ),
-    Bug(
-        "group: rounding inside the span of an operator's vectors",
-        "autograd/spectral.py",
-        "g = g - V @ (V.mH @ g)",
-        "g = g + 0",
-        "test_spectral.py::TestProducts::test_they_are_their_matrices",
     ),
     Bug(
         "group: zero of an operator is relative to the group",
