@@ -1959,3 +1959,106 @@ INNER_PRODUCTS = [
     ),
 ]
 BUGS += INNER_PRODUCTS
+COMPLEX_SINGULAR = [
+    Bug(
+        "complex singular: the second vector of a pair is not i times the first",
+        "layers/complex_singular.py",
+        "pairs, values = paired_rows(complex_rows(rows)), values",
+        "pairs, values = paired_rows(complex_rows(rows).conj()).conj(), values",
+        "test_complex_singular.py::test_single_precision_is_double_precision_rounded",
+    ),
+    Bug(
+        "complex singular: every second vector is taken of both kinds",
+        "layers/complex_singular.py",
+        "complex_rows(rows[..., ::2, :]), values[..., ::2]",
+        "complex_rows(rows[..., : rows.shape[-2] // 2, :]), values[..., ::2]",
+        "test_complex_singular.py::test_solutions_are_those_of_svd",
+    ),
+    Bug(
+        "complex singular: weights are not those of both rows",
+        "layers/complex_singular.py",
+        "weights.repeat_interleave(2, -1)",
+        "weights.repeat(*(1,) * (weights.dim() - 1), 2)",
+        "test_complex_singular.py::test_solutions_are_those_of_svd",
+    ),
+    Bug(
+        "complex singular: right vectors of svd are not conjugated",
+        "linalg/singular.py",
+        "return rows.conj(), padded(values, n)",
+        "return rows, padded(values, n)",
+        "test_complex_singular.py::test_solutions_are_those_of_svd",
+    ),
+    Bug(
+        "complex singular: the gap is that of the copies",
+        "solvers/singular.py",
+        "gap_of(spectrum[..., ::copies], -(-problem.width // copies), problem.largest)",
+        "gap_of(spectrum, problem.width, problem.largest)",
+        "test_complex_singular.py::test_solutions_are_those_of_svd",
+    ),
+    Bug(
+        "complex singular: gradients of weights without a conjugate",
+        "operators/gram.py",
+        "torch.real(first.conj() * second)",
+        "torch.real(first * second)",
+        "test_complex_singular.py::test_weights_of_operators",
+    ),
+]
+GROUPS = [
+    Bug(
+        "group: the part outside is not doubled",
+        "autograd/spectral.py",
+        "inner @ rows + 2 * z",
+        "inner @ rows + z",
+        "test_spectral.py::TestGroups::test_derivatives",
+    ),
+    Bug(
+        "group: the sign of the smallest eigenvalues",
+        "autograd/spectral.py",
+        "z = sign * complement_solve(",
+        "z = complement_solve(",
+        "test_spectral.py::TestGroups::test_derivatives",
+    ),
+    Bug(
+        "group: a second derivative is that of a constant",
+        "autograd/spectral.py",
+        "if torch.is_grad_enabled() or not plain(direction):",
+        "if not plain(direction):",
+        "test_spectral.py::TestGroups::test_derivatives",
+    ),
+    Bug(
+        "group: batches of gradients go to the kernels",
+        "runtime/modes.py",
+        "and not torch._C._functorch.is_legacy_batchedtensor(x)",
+        "and not x.is_nested",
+        "test_spectral.py::TestGroups::test_gradients_in_batches",
+    ),
+    Bug(
+        "group: rounding of zero is relative to the group",
+        "layers/spectral.py",
+        "if bool((values.abs() <= merge_tolerance(A.dtype) * size).any()):",
+        "if bool((values.abs() <= 0 * size).any()):",
+        "test_spectral.py::TestGroups::test_which_functions_need_all_eigenvalues",
+    ),
+    Bug(
+        "group: parameters get no gradients",
+        "layers/spectral.py",
+        "if torch.is_grad_enabled() and recorded(known):",
+        "if False:",
+        "test_spectral.py::TestGroups::test_which_functions_need_all_eigenvalues",
+    ),
+    Bug(
+        "group: a known decomposition of the smallest eigenvalues is that of the largest",
+        "layers/spectral.py",
+        "return (values, rows.mT) if posed.largest else (-values.flip(-1), rows.flip(-2).mT)",
+        "return values, rows.mT",
+        "test_spectral.py::TestGroups::test_a_decomposition_that_is_known",
+    ),
+    Bug(
+        "group: zero of an operator is relative to the group",
+        "layers/spectral.py",
+        "MatrixFunction(scalar, None, largest, size=_size(A, rows))",
+        "MatrixFunction(scalar, None, largest)",
+        "test_spectral.py::TestProducts::test_rounding_of_zero_counts_as_zero",
+    ),
+]
+BUGS += COMPLEX_SINGULAR + GROUPS

@@ -650,12 +650,32 @@ class TestGroups:
             assert found.isfinite().all()
         # Exactly zero, not the root of rounding.
         assert float(pmaf.spectral(A, "sqrt", 2, largest=False).abs().max()) == 0.0
+        rounding = torch.diag(torch.tensor([1.0, 1, 1, 1, 1e-17, 1e-17], dtype=T))
+        assert float(pmaf.spectral(rounding, "sqrt", 2, largest=False).abs().max()) == 0.0
         with pytest.raises(ValueError, match="log is not finite at the eigenvalue"):
             pmaf.spectral(A, "log", 2, largest=False)
         with pytest.raises(ValueError, match="each eigenvalue alone"):
             pmaf.spectral(A, lambda x: x / x.sum(-1, keepdim=True), 2)
         with pytest.raises(ValueError, match="of the shape of its argument"):
             pmaf.spectral(A, torch.sum, 2)
+
+    @pytest.mark.parametrize("largest", [True, False])
+    def test_a_decomposition_that_is_known(self, largest, whole, caplog):
+        """A search that ends with a decomposition has all eigenpairs."""
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        A = spread_out(300, 3.0, 3.0, 2.0)
+        A = A if largest else -A
+
+        def call():
+            leaf = A.clone().requires_grad_()
+            out = pmaf.spectral(leaf, "exp", 3, largest=largest)
+            (dA,) = torch.autograd.grad((out * weights(out)).sum(), leaf)
+            return out.detach(), dA
+
+        found = call()
+        assert ways(caplog) == ["ied: decomposition"]
+        for x, y in zip(found, whole(call)):
+            torch.testing.assert_close(x, y, rtol=0, atol=256 * EPS * float(y.abs().max()))
 
     def test_a_group_that_is_not_apart_has_finite_gradients(self):
         for n in (7, 300):
