@@ -1040,6 +1040,70 @@ LINALG = [
         "test_native.py::test_eigenpairs_and_gradients[goe-13-torch.float64-smallest]",
     ),
     Bug(
+        "kernels: the gradients of a pair are those of its largest",
+        "native/__init__.py",
+        "        1.0 if largest else -1.0,\n        _EQUAL[dtype],\n        *(None",
+        "        1.0,\n        _EQUAL[dtype],\n        *(None",
+        "test_native_pairs.py::test_eigenpairs_and_gradients[7-torch.float64-smallest]",
+    ),
+    Bug(
+        "kernels: a pair that fails is returned",
+        "native/__init__.py",
+        "return None if failed else (values, vectors, kept)",
+        "return values, vectors, kept",
+        "test_native_pairs.py::test_one_bad_entry_is_named",
+    ),
+    Bug(
+        "kernels: pivots of M that are rounding count",
+        "native/__init__.py",
+        "        n * torch.finfo(dtype).eps,\n",
+        "        0.0,\n",
+        "test_native_pairs.py::"
+        "test_a_metric_that_is_singular_up_to_rounding_is_left_to_the_common_path",
+    ),
+    Bug(
+        "kernels: conjugates are taken for numbers",
+        "native/__init__.py",
+        "return A if A.is_contiguous() and not A.is_conj() else _plain(A)",
+        "return A if A.is_contiguous() else _plain(A)",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: a complex matrix is transposed",
+        "native/__init__.py",
+        "    if A.is_complex():  # the",
+        "    if False:  # the",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: gradients that stand for their conjugates are taken for numbers",
+        "native/__init__.py",
+        "v is None or (v.is_contiguous() and not v.is_conj())",
+        "v is None or v.is_contiguous()",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: second derivatives of several complex vectors from one of each pair",
+        "layers/hermitian.py",
+        "state._replace(shift=shift.repeat_interleave(2, -1))",
+        "state._replace(shift=torch.cat([shift, shift], -1))",
+        "test_native_complex.py::test_derivatives_are_those_of_differences",
+    ),
+    Bug(
+        "kernels: second derivatives of the smallest of a pair are those of the largest",
+        "layers/pairs.py",
+        "        if not self.largest:  # the largest of −A\n            tensors",
+        "        if False:\n            tensors",
+        "test_native_pairs.py::test_derivatives_are_those_of_differences",
+    ),
+    Bug(
+        "kernels: second derivatives of complex pairs in another order",
+        "layers/pairs.py",
+        "self.largest, descending=self.descending, M=M",
+        "self.largest, descending=not self.descending, M=M",
+        "test_native_pairs.py::test_derivatives_are_those_of_differences",
+    ),
+    Bug(
         "kernels: entries that fail are not decomposed",
         "solvers/reduction.py",
         "            rows[failed] = vectors[..., -k:].flip(-1).mT",
@@ -1630,3 +1694,122 @@ FUNCTIONS = [
     ),
 ]
 BUGS += FUNCTIONS
+
+POOL = "test_pool.py::test_solutions_are_those_of_svd"
+POOLED = [
+    Bug(
+        "pool: the mean is not subtracted",
+        "layers/pool.py",
+        "X - mean.unsqueeze(-2) if self.centre else X",
+        "X",
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights do not sum to one",
+        "layers/pool.py",
+        "return weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "return weights",
+        f"{POOL}[7x4-channels--None-dtype1-weights]",
+    ),
+    Bug(
+        "pool: weights that are all zero are divided by their sum",
+        "layers/pool.py",
+        "weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "weights / weights.sum(-1, keepdim=True)",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: vectors of tokens are not normalised",
+        "layers/pool.py",
+        "rows = rows / one_if_zero(norm(rows)).unsqueeze(-1)",
+        "rows = rows / 1",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: moments of tokens are not divided by their number",
+        "layers/pool.py",
+        "return A @ A.mT / X.shape[-2] if",
+        "return A @ A.mT if",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights with gradients take roots",
+        "layers/pool.py",
+        "(plain(w) and not recorded(w) and not forward_mode(w))",
+        "plain(w)",
+        "test_pool.py::test_weights_with_gradients_take_no_roots",
+    ),
+    Bug(
+        "pool: the larger side",
+        "layers/pool.py",
+        "wide = tokens < channels and",
+        "wide = tokens > channels and",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side",
+    ),
+    Bug(
+        "pool: large features form a matrix",
+        "layers/pool.py",
+        "_FORMED = 256",
+        "_FORMED = 4096",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side "
+        "test_pool.py::test_nothing_of_the_size_of_the_channels_squared_is_formed",
+    ),
+    Bug(
+        "pool: a direction without extent is a vector",
+        "layers/pool.py",
+        "zero = known <= rank_tolerance(known.dtype) * known[..., :1].clamp_min(0)",
+        "zero = known < 0",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: rounding of the mean is an extent",
+        "layers/pool.py",
+        "zero = zero | (extents.detach() <= rounding.unsqueeze(-1))",
+        "zero = zero | (extents.detach() < 0 * rounding.unsqueeze(-1))",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: extents in other units",
+        "layers/pool.py",
+        "extents = extents * unit.squeeze(-1)",
+        "extents = extents * 1",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: no unit for features of any size",
+        "layers/pool.py",
+        "return power_of_two(largest)",
+        "return None",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: rounding of the mean decides signs",
+        "layers/pool.py",
+        "mean.masked_fill(zero.unsqueeze(-1), 0)",
+        "mean",
+        "test_pool.py::test_signs_of_features_without_a_mean_are_not_those_of_rounding",
+    ),
+    Bug(
+        "pool: signs without a reference",
+        "layers/pool.py",
+        "signs = _towards(rows, mean, extents)",
+        "signs = sphere.signs(rows)",
+        "test_pool.py::test_a_step_of_features_never_flips_signs_that_the_mean_decides "
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: maps are not transposed",
+        "layers/pool.py",
+        "return maps.flatten(-2).mT",
+        "return maps.flatten(-2)",
+        "test_pool.py::test_maps",
+    ),
+    Bug(
+        "pool: autocast rounds the moments",
+        "layers/pool.py",
+        "with full_precision(X.device):",
+        "if True:",
+        "test_pool.py::test_autocast_does_not_round",
+    ),
+]
+BUGS += POOLED

@@ -60,7 +60,7 @@ def bound(s, k, eps):
 @pytest.mark.parametrize("k", [None, 2])
 @pytest.mark.parametrize("centre", [False, True], ids=["", "centre"])
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_solutions_are_those_of_svd(shape, path, centre, k, dtype, weighted):
     X = features(2, 3, *shape).to(dtype)
     w = randn(3, shape[0], seed=1).square().to(dtype) if weighted else None

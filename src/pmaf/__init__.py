@@ -5,6 +5,7 @@ differentiates the solution implicitly:
 
 * `less`, least squares with the solution on a sphere;
 * `ied`, implicit eigen decomposition: the top eigenvectors of a matrix;
+* `nullspace` and `isvd`, singular vectors and triplets of a matrix;
 * `spectral`, functions of a symmetric matrix, such as its square root;
 * `PrincipalPool`, pooling of features by their principal direction.
 """
@@ -12,9 +13,9 @@ differentiates the solution implicitly:
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
-from pmaf.layers.isvd import SingularTriplets, isvd
+from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
-from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
+from pmaf.layers.nullspace import NullSpace, PrincipalSingularVectors, nullspace
 from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
@@ -24,11 +25,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IED",
+    "ISVD",
     "LESS",
     "Certificate",
     "ConvergenceError",
     "ConvergenceWarning",
     "Eigenpairs",
+    "NullSpace",
     "PrincipalEigenvectors",
     "PrincipalPool",
     "PrincipalSingularVectors",

@@ -151,7 +151,7 @@ def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
     return Solution(vectors, values, residual, gap, iterations, converged)
 
 
-def phases(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+def phases(problem: Any, y: Tensor) -> Tensor:
     """The factors `(*, k, 1)` that give unit rows `(*, k, n)` their phases, differentiably.
 
     They make `rᴴy` positive, or the component that `reference` names. Where that is rounding, the

@@ -114,12 +114,11 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool 
 def _empty_pairs(A: Tensor, k: int | None, columns: bool) -> tuple[Tensor, Tensor]:
     """Memory for values and vectors."""
     shape, dtype = A.shape, A.dtype
-    batch, n, real = shape[:-2], shape[-1], dtype.to_real()
-    if k is None:
-        return A.new_empty(batch, dtype=real), A.new_empty(shape[:-1])
-    values = A.new_empty((*batch, k), dtype=real)
-    if not columns:
-        return values, A.new_empty((*batch, k, n))
+    batch, n = shape[:-2], shape[-1]
+    each = batch if k is None else (*batch, k)
+    values = A.new_empty(each) if dtype in _REAL else A.new_empty(each, dtype=dtype.to_real())
+    if k is None or not columns:
+        return values, A.new_empty((*each, n))
     d = len(batch)
     layout = (*range(d), d + 1, d)  # not a view: a user may write into what a layer returns
     return values, torch.empty_permuted((*batch, n, k), layout, dtype=dtype, device="cpu")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
 from pmaf.linalg.roundings import power_of_two
 
@@ -53,7 +54,7 @@ class Metric:
             return rows / one_if_zero(self.length(rows, self.dual(rows))).unsqueeze(-1)
         # An orthonormal basis first: the matrix of its products has at most the condition of M.
         basis = torch.linalg.qr(rows.mT).Q.mT
-        root, info = torch.linalg.cholesky_ex(inner(basis, self.dual(basis)))
+        root, info = cholesky(inner(basis, self.dual(basis)))
         if info.any():
             self.refuse(info > 0)
         return torch.linalg.solve_triangular(root, basis, upper=False)
