@@ -1,4 +1,4 @@
-"""Products that the ends of a Laplacian pair take: linear elements on a square of n rows.
+"""Products that the ends of a Laplacian pair take: bilinear elements on a square.
 
     python benchmarks/laplacian_pairs.py [SIDE]
 
@@ -44,7 +44,7 @@ class Counted(WithSolve):
 
 
 def square(side: int) -> list[Any]:
-    """Stiffness and mass of linear elements on `side` by `side + 1` inner nodes."""
+    """Stiffness and mass of bilinear elements on `side` by `side + 1` inner nodes."""
 
     def line(n: int) -> list[Any]:
         off: Any = scipy.sparse.eye_array(n, k=1) + scipy.sparse.eye_array(n, k=-1)
