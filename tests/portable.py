@@ -41,6 +41,8 @@ def without_effect(setting: str) -> str:
     name, value = setting.split("=", 1)
     if name == "ATEN_CPU_CAPABILITY" and value.upper() == torch.backends.cpu.get_cpu_capability():
         return "torch takes these instructions without it"
+    if setting == "OMP_NUM_THREADS=1":
+        return "the tests take one thread without it"
     # MKL_CBWR reaches other processors as well.
     if name == "MKL_ENABLE_INSTRUCTIONS" and "GenuineIntel" not in _processor():
         return "processors that are not Intel's ignore it"
