@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("plot_*.py"))
-FAST = {"plot_gw170817.py", "plot_pooling.py"}
+FAST = {"plot_gw170814.py"}
 
 
 def marked(path: Path):
