@@ -285,6 +285,17 @@ def test_conjugate_transposed_and_strided_inputs():
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-13 * float(1 + y.abs().max()))
 
 
+@pytest.mark.parametrize("k", [None, 2])
+def test_gradients_that_stand_for_their_conjugates(k):
+    A = noise(6, 9).requires_grad_()
+    vectors = pmaf.ied(A, k).vectors
+    v = drawn(6, 9) if k is None else drawn(6, k, 9).mT
+    assert v.conj().is_conj()
+    (found,) = torch.autograd.grad(vectors, A, v.conj(), retain_graph=True)
+    (wanted,) = torch.autograd.grad(vectors, A, v.conj().resolve_conj())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_what_is_returned_is_the_users():
     """A user may write into vectors, and the values do not change with them."""
     A = noise(4, 9)

@@ -397,13 +397,17 @@ def test_errors(options, kind, message):
         pmaf.ied(symmetric(4, 4), **options)
 
 
-def test_a_large_operator_needs_a_factor():
+def test_a_large_operator_needs_no_factor(caplog):
+    caplog.set_level(logging.DEBUG, logger="pmaf")
     n = 3000
     A = Diagonal(torch.arange(n, dtype=T))
-    with pytest.raises(ValueError, match=r"more than 2048 rows.*Diagonal"):
-        pmaf.ied(A, M=FromMatvec(lambda u: 2 * u, (n, n), dtype=T))
-    values = pmaf.ied(A, 2, M=Diagonal(torch.full((n,), 2.0, dtype=T))).values
-    torch.testing.assert_close(values, torch.tensor([n - 1.0, n - 2.0], dtype=T) / 2)
+    for metric, way in [
+        (FromMatvec(lambda u: 2 * u, (n, n), dtype=T), "pairs: products"),
+        (Diagonal(torch.full((n,), 2.0, dtype=T)), "pairs: diagonal"),
+    ]:
+        values = pmaf.ied(A, 2, M=metric).values
+        assert ways(caplog) == {way}
+        torch.testing.assert_close(values, torch.tensor([n - 1.0, n - 2.0], dtype=T) / 2)
 
 
 def test_an_indefinite_metric_under_a_transform():

@@ -222,7 +222,7 @@ def test_gradients_are_those_of_dense_pairs(form, largest, k, skip, products_onl
 @pytest.mark.parametrize("largest", [True, False])
 def test_gradients_of_parameters_are_differences(largest, products_only):
     """A lattice with learned springs and masses: gradients against central differences."""
-    n = 40
+    n = 20
     springs = (1.5 + 0.5 * torch.cos(torch.arange(n + 1, dtype=T).square())).requires_grad_()
     masses = (1.5 + 0.5 * torch.sin(torch.arange(n, dtype=T).square())).requires_grad_()
 
@@ -238,12 +238,12 @@ def test_gradients_of_parameters_are_differences(largest, products_only):
         A = FromMatvec(stiffness, (n, n), [springs])
         M = FromMatvec(inertia, (n, n), [masses])
         found = pmaf.ied(A, 2, M=M, largest=largest, reference=reference(n))
-        return weighed(*found) + found.values.sum()
+        return (found.vectors * randn(n, 2)).sum() + found.values.square().sum()
 
     found = torch.autograd.grad(loss(springs, masses), (springs, masses))
     step = 1e-5
     for which, gradient in enumerate(found):
-        for i in (0, 7, 31):
+        for i in (0, 13):
             ends = []
             for sign in (1, -1):
                 moved = [springs.detach().clone(), masses.detach().clone()]
@@ -306,8 +306,8 @@ def test_batches(products_only):
         pmaf.ied(Matrix(A), M=Gram(X[:1]))
 
 
-@pytest.mark.parametrize("m", [1e-7, 1e7])
-@pytest.mark.parametrize("a", [1e-30, 1e30])
+@pytest.mark.parametrize("m", [1e-5, 1e5])
+@pytest.mark.parametrize("a", [1e-25, 1e25])
 def test_any_scale(a, m, products_only):
     """In float32, squares of `a` leave the range."""
     A, M = (tensor(x, torch.float32).to_dense() for x in triangles(6, 7))
@@ -317,9 +317,10 @@ def test_any_scale(a, m, products_only):
     found = pmaf.ied(Matrix(leaf), 2, M=m * Gram(root), reference=signs)
     torch.testing.assert_close(found.values / a * m, one.values, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.vectors * m**0.5, one.vectors, rtol=0, atol=1e-2)
-    (gradient,) = torch.autograd.grad(found.values[0] / a, leaf)
+    (gradient,) = torch.autograd.grad(found.values[0], leaf)
     y = found.vectors[:, 0].detach()
-    torch.testing.assert_close(gradient * a * m, torch.outer(y, y) * m, rtol=0, atol=1e-3)
+    expected = torch.outer(y, y)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-4 * float(expected.max()))
     with pytest.raises(ValueError, match=r"leave the range of torch.float32; multiply M"):
         pmaf.ied(Matrix(A), M=1e-25 * Gram(root))
 
@@ -350,10 +351,11 @@ def test_ten_thousand_rows():
     entries = torch.from_numpy(y)[i] * torch.from_numpy(y)[j]
     torch.testing.assert_close(da, entries, rtol=0, atol=1e-8 * float(entries.abs().max()))
     torch.testing.assert_close(dm, -values[0].detach() * da, rtol=1e-12, atol=0)
-    truth = scipy.sparse.linalg.spsolve  # the vectors: a residual in the norm of the inverse
-    rest = K @ y - float(values[0]) * (M @ y)
-    length = np.sqrt(rest @ truth(M.tocsc(), rest))
-    assert length <= 1e3 * torch.finfo(T).eps * float(values[0])
+    # The residual has a length in the inner product of M, too.
+    largest = float(values[0].detach())
+    rest = K @ y - largest * (M @ y)
+    length = np.sqrt(rest @ scipy.sparse.linalg.spsolve(M.tocsc(), rest))
+    assert length <= 1e3 * torch.finfo(T).eps * largest
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -379,8 +381,28 @@ def test_shift_and_invert(own):
     assert np.abs(found.numpy() - expected).max() <= 1e-8 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_an_ill_conditioned_metric(dtype, products_only):
+    """Residuals end at the rounding of products with M, which is κ(M) times that of one matrix."""
+    n, condition = 60, 0.01 / torch.finfo(dtype).eps ** 0.5
+    q = torch.linalg.qr(randn(n, n, dtype=T))[0]
+    M = (q * torch.logspace(0, -float(np.log10(condition)), n, dtype=T)) @ q.mT
+    M, A = 0.5 * (M + M.mT), randn(n, n, seed=1)
+    A = A + A.mT
+    truth = scipy.linalg.eigh(A.numpy(), M.numpy(), eigvals_only=True)
+    problem = pmaf.PrincipalEigenvectors(
+        Matrix(A.to(dtype)), 2, M=FromMatvec(lambda u: u @ M.to(dtype), M.shape, dtype=dtype)
+    )
+    found = pmaf.solve(problem)
+    assert found.converged
+    eps = torch.finfo(dtype).eps * condition
+    values = found.multiplier.double().numpy()
+    np.testing.assert_allclose(values, truth[:-3:-1], rtol=0, atol=16 * eps * np.abs(truth).max())
+    assert pmaf.certify(problem, found).holds(32 * eps)
+
+
 def test_a_warm_start_takes_fewer_products(products_only):
-    A, M = (tensor(x) for x in SMALL)
+    A, M = (tensor(x) for x in triangles(8, 9))
     problem = pmaf.PrincipalEigenvectors(A, 2, M=M)
     cold = pmaf.solve(problem)
     warm = pmaf.solve(problem, init=cold.value)
@@ -407,14 +429,15 @@ def test_restarts_and_corrections(products_only):
 
 
 def test_reports_say_what_happened(products_only):
-    A, M = (tensor(x) for x in SMALL)
+    pair = triangles(8, 9)
+    A, M = (tensor(x) for x in pair)
     problem = pmaf.PrincipalEigenvectors(A, 2, largest=False, M=M)
     with pytest.warns(pmaf.ConvergenceWarning, match="did not converge"):
         found = pmaf.solve(problem, solver=Krylov(max_products=5))
     assert not found.converged
     with pytest.raises(pmaf.ConvergenceError):
         pmaf.solve(problem, solver=Krylov(max_products=5), throw=True)
-    spectrum = scipy.linalg.eigvalsh(*(x.toarray() for x in SMALL))
+    spectrum = scipy.linalg.eigvalsh(*(x.toarray() for x in pair))
     values = A.values().detach().requires_grad_()
     found = pmaf.solve(
         pmaf.PrincipalEigenvectors(Sparse(A).with_tensors([values]), 2, largest=False, M=M)
@@ -450,7 +473,7 @@ def test_repeated_eigenvalues_warn_in_the_backward_pass(products_only):
 
 def test_training_keeps_its_memory(products_only):
     """Thirty steps that raise the lowest frequency by moving mass."""
-    A, M = tensor(triangles(8, 9)[0]), Sparse(tensor(triangles(8, 9)[1]))
+    A, M = tensor(triangles(3, 4)[0]), Sparse(tensor(triangles(3, 4)[1]))
     base = M.tensors[0].clone()
     weights = torch.zeros_like(base, requires_grad=True)
     optimiser = torch.optim.Adam([weights], lr=0.01)
@@ -462,12 +485,12 @@ def test_training_keeps_its_memory(products_only):
         optimiser.zero_grad()
         (-found.values).backward()
         optimiser.step()
-        values.append(float(found.values))
+        values.append(float(found.values.detach()))
         start = found.vectors.detach()
         if step in (9, 29):
             del found, metric
             gc.collect()
-            counts.append(sum(isinstance(x, torch.Tensor) for x in gc.get_objects()))
+            counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
     assert values[-1] > 1.02 * values[0]
     assert counts[1] <= counts[0] + 2
 
@@ -582,12 +605,12 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"not positive definite|was not solved"):
             pmaf.ied(Matrix(self.A), 2, M=metric)
 
-    def test_a_system_that_is_not_solved(self, products_only):
-        """Masses over 24 orders of magnitude, whose diagonal is not known."""
+    def test_a_system_that_is_not_solved(self, products_only, monkeypatch):
+        monkeypatch.setattr("pmaf.tangent.metric._PRODUCTS", 20)
         q = torch.linalg.qr(randn(30, 30))[0]
-        M = (q * torch.logspace(0, -24, 30, dtype=T)) @ q.mT
+        M = (q * torch.logspace(0, -8, 30, dtype=T)) @ q.mT
         metric = FromMatvec(lambda u: u @ M, M.shape, dtype=T)
-        with pytest.raises(ValueError, match=r"not positive definite|give it a solve"):
+        with pytest.raises(ValueError, match=r"not solved by 20 products.*give it a solve"):
             pmaf.ied(Matrix(self.A), 2, M=metric)
 
     def test_numbers_that_are_not_finite(self, products_only):

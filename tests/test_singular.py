@@ -631,6 +631,23 @@ def test_a_start_for_a_search():
                                        if k is None else cold.values)  # fmt: skip
 
 
+def test_modules_are_the_functions():
+    A, w, r = randn(3, 6, 4), randn(3, 6, seed=1).square(), randn(4, seed=2)
+    for k in (None, 2):
+        found = pmaf.NullSpace(k)(A, w, r)
+        assert torch.equal(found, pmaf.nullspace(A, k, weights=w, reference=r))
+        assert torch.equal(pmaf.NullSpace(k)(A), pmaf.nullspace(A, k))
+        for largest in (True, False):
+            layer = pmaf.ISVD(k, largest=largest, solver=SVD())
+            for x, y in zip(layer(A, r), pmaf.isvd(A, k, largest=largest, reference=r)):
+                assert torch.equal(x, y)
+            assert repr(layer) == f"ISVD(k={k}, largest={largest}, solver=SVD())"
+    start = pmaf.isvd(A, 2).right
+    assert pmaf.ISVD(2, solver=Krylov())(A, init=start).right.shape == start.shape
+    assert pmaf.NullSpace(2, solver=Krylov())(A, init=start).shape == start.shape
+    assert repr(pmaf.NullSpace(solver=SVD())) == "NullSpace(k=None, solver=SVD())"
+
+
 # Wrong input.
 
 

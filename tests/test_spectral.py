@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jacfwd, jacrev
 
 import pmaf
+from pmaf.layers import spectral as layer
 from pmaf.linalg import matrix_function
 from pmaf.linalg.divided_differences import (
     NAMED,
@@ -516,6 +518,315 @@ class TestParameters:
         for x, y in zip(*results):
             assert float(x.abs().max()) > 0
             torch.testing.assert_close(x, y, rtol=0, atol=64 * EPS)
+
+
+def ways(caplog):
+    return [x.getMessage() for x in caplog.records if x.name == "pmaf"]
+
+
+def spread_out(n, *values, dtype=T, seed=0):
+    """A matrix with the given eigenvalues, and others between −1 and 1, of which some are equal."""
+    rest = torch.linspace(-1, 1, n - len(values), dtype=T)
+    rest[:2] = -1.0
+    A = with_eigenvalues([*values, *rest.tolist()], seed=seed)
+    if dtype.is_complex:
+        phases = torch.polar(torch.ones(n, dtype=T), torch.arange(n, dtype=T))
+        A = phases.unsqueeze(-1) * A * phases.conj()
+    return A.to(dtype)
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """A function that runs another one with whole decompositions only."""
+
+    def run(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_GROUP_MOST", 0)
+            return call()
+
+    return run
+
+
+C128 = torch.complex128
+
+
+class TestGroups:
+    """A few eigenpairs, found and differentiated without the others."""
+
+    @pytest.mark.parametrize("largest", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, T, torch.complex64, C128])
+    @pytest.mark.parametrize(
+        ("n", "values"),
+        [
+            (6, [3.0, 3.0]),
+            (30, [3.0]),
+            (30, [3.0, 3.0, 2.0]),
+            (30, [3.0, 3.0 + 1e-9, 2.0]),
+            (450, [3.0, 2.5, 2.0]),
+        ],
+        ids=str,
+    )
+    def test_both_ways_agree(self, n, values, dtype, largest, whole, caplog):
+        if n > 100 and dtype.is_complex:  # the real matrices are enough
+            n = 40
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        A = spread_out(n, *values, dtype=dtype)
+        A = A if largest else -A
+        k, G = len(values), weights(torch.empty(n, n, dtype=T)).to(dtype)
+        for function in ("exp", torch.tanh, "square"):
+
+            def call(function=function):
+                leaf = A.clone().requires_grad_()
+                out = pmaf.spectral(leaf, function, k, largest=largest)
+                (dA,) = torch.autograd.grad(out, leaf, G)
+                return out.detach(), dA
+
+            caplog.clear()
+            found = call()
+            taken = ways(caplog)
+            assert "spectral: group" in taken
+            assert any(way.startswith("tangent: ") for way in taken)
+            assert ("ied: Krylov space" in taken) == (n == 450)
+            caplog.clear()
+            expected = whole(call)
+            assert "spectral: group" not in ways(caplog)
+            # The distance of the group to the rest is one or more, the norm of the matrix three.
+            for x, y in zip(found, expected):
+                close = 256 * torch.finfo(dtype).eps * float(y.abs().max())
+                torch.testing.assert_close(x, y, rtol=0, atol=close)
+            assert torch.equal(found[0], found[0].mH)
+
+    @pytest.mark.parametrize("largest", [True, False])
+    @pytest.mark.parametrize("dtype", [T, C128])
+    @pytest.mark.parametrize("values", [[3.0], [3.0, 3.0], [3.0, 2.0]], ids=str)
+    def test_derivatives(self, values, dtype, largest, caplog):
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        A = spread_out(7, *values, dtype=dtype)
+        A = (A if largest else -A).requires_grad_()
+        for function in ("exp", torch.tanh):
+
+            def call(A, function=function):
+                return pmaf.spectral(A, function, len(values), largest=largest)
+
+            assert gradcheck(call, A)
+            assert gradgradcheck(call, A, atol=1e-4, fast_mode=True)
+        assert ways(caplog).count("spectral: group") > 4
+
+    def test_gradients_in_batches(self):
+        """`torch.autograd` maps over incoming gradients with vmap."""
+        A = spread_out(6, 3.0).requires_grad_()
+        out = pmaf.spectral(A, "exp", 1)
+        directions = torch.randn(3, 6, 6, dtype=T)
+        (found,) = torch.autograd.grad(out, A, directions, is_grads_batched=True, retain_graph=True)
+        for x, direction in zip(found, directions):
+            (alone,) = torch.autograd.grad(out, A, direction, retain_graph=True)
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e3 * EPS * float(alone.abs().max()))
+
+    def test_gradients_of_eigenvectors_in_batches(self):
+        A = spread_out(6, 3.0).requires_grad_()
+        out, directions = pmaf.ied(A).vectors, torch.randn(3, 6, dtype=T)
+        (found,) = torch.autograd.grad(out, A, directions, is_grads_batched=True, retain_graph=True)
+        for x, direction in zip(found, directions):
+            (alone,) = torch.autograd.grad(out, A, direction, retain_graph=True)
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e3 * EPS * float(alone.abs().max()))
+
+    def test_which_functions_need_all_eigenvalues(self, caplog):
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        X = torch.randn(2, 6, dtype=T, generator=torch.Generator().manual_seed(0))
+        A = X.mT @ X
+        power = torch.tensor(0.7, dtype=T, requires_grad=True)
+        cases = [
+            # The square root of rounding is zero, which depends on the norm of the matrix.
+            ("sqrt", 2, False, False),
+            ("exp", 2, False, True),
+            ("sqrt", 2, True, True),
+            (lambda x: x**power, 2, True, False),
+            ("one", 3, True, False),
+        ]
+        for function, k, largest, grouped in cases:
+            caplog.clear()
+            found = pmaf.spectral(A, function, k, largest=largest)
+            assert ("spectral: group" in ways(caplog)) == grouped
+            assert found.isfinite().all()
+        # Exactly zero, not the root of rounding.
+        assert float(pmaf.spectral(A, "sqrt", 2, largest=False).abs().max()) == 0.0
+        rounding = torch.diag(torch.tensor([1.0, 1, 1, 1, 1e-17, 1e-17], dtype=T))
+        assert float(pmaf.spectral(rounding, "sqrt", 2, largest=False).abs().max()) == 0.0
+        with pytest.raises(ValueError, match="log is not finite at the eigenvalue"):
+            pmaf.spectral(A, "log", 2, largest=False)
+        with pytest.raises(ValueError, match="each eigenvalue alone"):
+            pmaf.spectral(A, lambda x: x / x.sum(-1, keepdim=True), 2)
+        with pytest.raises(ValueError, match="of the shape of its argument"):
+            pmaf.spectral(A, torch.sum, 2)
+
+    @pytest.mark.parametrize("largest", [True, False])
+    def test_a_decomposition_that_is_known(self, largest, whole, caplog):
+        """A search that ends with a decomposition has all eigenpairs."""
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        A = spread_out(300, 3.0, 3.0, 2.0)
+        A = A if largest else -A
+
+        def call():
+            leaf = A.clone().requires_grad_()
+            out = pmaf.spectral(leaf, "exp", 3, largest=largest)
+            (dA,) = torch.autograd.grad((out * weights(out)).sum(), leaf)
+            return out.detach(), dA
+
+        found = call()
+        assert ways(caplog) == ["ied: decomposition"]
+        for x, y in zip(found, whole(call)):
+            torch.testing.assert_close(x, y, rtol=0, atol=256 * EPS * float(y.abs().max()))
+
+    def test_a_group_that_is_not_apart_has_finite_gradients(self):
+        for n in (7, 300):
+            A = torch.diag(torch.ones(n, dtype=T)).requires_grad_()
+            out = pmaf.spectral(A, "exp", 2)
+            (dA,) = torch.autograd.grad((out * weights(out)).sum(), A)
+            assert dA.isfinite().all()
+
+    @pytest.mark.parametrize("k", [1, 2])
+    def test_batches_are_their_entries(self, k):
+        A = torch.stack([spread_out(9, 3.0, 2.5, seed=s) for s in range(6)]).reshape(2, 3, 9, 9)
+        A.requires_grad_()
+        out = pmaf.spectral(A, "exp", k)
+        (dA,) = torch.autograd.grad((out * weights(out[0, 0])).sum(), A)
+        one = A.detach()[1, 2].clone().requires_grad_()
+        alone = pmaf.spectral(one, "exp", k)
+        (da,) = torch.autograd.grad((alone * weights(alone)).sum(), one)
+        for x, y in ((out[1, 2], alone), (dA[1, 2], da)):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e3 * EPS * float(y.detach().abs().max()))
+
+
+class TestComplex:
+    @pytest.mark.parametrize("dtype", [torch.complex64, C128])
+    @pytest.mark.parametrize("name", ["sqrt", "inverse_sqrt", "log", "exp", "one"])
+    @pytest.mark.parametrize(("k", "largest"), [(None, True), (2, True), (1, False), (4, False)])
+    def test_values_are_those_of_eigh(self, k, largest, name, dtype):
+        X = torch.randn(3, 5, 9, dtype=C128, generator=torch.Generator().manual_seed(1))
+        A = (X @ X.mH).to(dtype)
+        found = pmaf.spectral(A, name, k, largest=largest)
+        values, V = torch.linalg.eigh(A.to(C128))
+        part = slice(None) if k is None else slice(5 - k, 5) if largest else slice(0, k)
+        f = NAMED[name].derivative(values, 0)
+        expected = (V[..., part] * f[..., part].unsqueeze(-2)) @ V[..., part].mH
+        gap = 1.0 if k is None else float(values.diff(dim=-1).amin())
+        cond = float(values.max() / values.min()) / min(gap, 1.0)
+        close = 64 * torch.finfo(dtype).eps * cond * float(f.abs().max())
+        torch.testing.assert_close(found.to(C128), expected, rtol=0, atol=close)
+        assert found.dtype == dtype
+        assert torch.equal(found, found.mH)
+
+    @pytest.mark.parametrize(("values", "k", "largest"), CASES, ids=str)
+    @pytest.mark.parametrize("function", ["sqrt", "log", torch.tanh], ids=name_of)
+    def test_derivatives(self, function, values, k, largest):
+        turn = torch.polar(torch.ones(4, dtype=T), torch.arange(4, dtype=T))
+        A = turn.unsqueeze(-1) * with_eigenvalues(values) * turn.conj()
+        A.requires_grad_()
+
+        def call(A):
+            return pmaf.spectral(A, function, k, largest=largest)
+
+        assert gradcheck(call, A)
+        assert gradgradcheck(call, A, fast_mode=True)
+
+    def test_parameters_and_the_hermitian_part(self):
+        A = torch.randn(4, 4, dtype=C128, generator=torch.Generator().manual_seed(2))
+        A.requires_grad_()
+        power = torch.tensor(1.5, dtype=T, requires_grad=True)
+
+        def call(A, power):
+            return pmaf.spectral(A @ A.mH, lambda x: x**power)
+
+        assert gradcheck(call, (A, power))
+        assert gradgradcheck(call, (A, power), fast_mode=True)
+        (dA,) = torch.autograd.grad(pmaf.spectral(A, "exp").real.sum(), A)
+        assert torch.equal(dA, dA.mH)
+        torch.testing.assert_close(pmaf.spectral(A, "identity"), 0.5 * (A + A.mH))
+
+
+class TestProducts:
+    """Operators: the same matrix, of low rank, not formed."""
+
+    def posed(self, kind, A):
+        if kind == "FromMatvec":
+            return pmaf.operators.FromMatvec(
+                lambda u, A: u @ A.mT, A.shape, (A,), rmatvec=lambda u, A: u @ A.conj()
+            )
+        return pmaf.operators.Matrix(A)
+
+    @pytest.mark.parametrize("dtype", [T, C128])
+    @pytest.mark.parametrize("kind", ["Matrix", "FromMatvec"])
+    @pytest.mark.parametrize("largest", [True, False])
+    @pytest.mark.parametrize("values", [[3.0], [3.0, 3.0], [3.0, 3.0 + 1e-9, 2.0]], ids=str)
+    def test_they_are_their_matrices(self, values, largest, kind, dtype):
+        A, k = spread_out(8, *values, dtype=dtype), len(values)
+        A = A if largest else -A
+        x = weights(torch.empty(2, 8, dtype=T)).to(dtype)
+        for function in ("exp", "square", "one", torch.tanh):
+            results = []
+            for pose in (lambda A: self.posed(kind, A), lambda A: A):
+                leaf = A.clone().requires_grad_()
+                F = pmaf.spectral(pose(leaf), function, k, largest=largest)
+                if isinstance(F, pmaf.operators.Operator):
+                    assert isinstance(F, pmaf.operators.LowRank)
+                    assert F.shape == (8, 8)
+                    image = F.matvec(x)
+                else:
+                    image = x @ F.mT
+                (dA,) = torch.autograd.grad((image.conj() * x.flip(0)).sum().real, leaf)
+                results.append((image.detach(), 0.5 * (dA + dA.mH)))
+            # A search stops at a residual of 16 eps of the norm, and the gaps are one or more.
+            for found, expected in zip(*results):
+                close = 4096 * EPS * max(1.0, float(expected.abs().max()))
+                torch.testing.assert_close(found, expected, rtol=0, atol=close)
+
+    def test_vectors_times_values_have_another_gradient(self):
+        """What `pmaf.ied` gives is not exact where eigenvalues repeat."""
+        A, x = spread_out(8, 3.0, 3.0), weights(torch.empty(8, dtype=T))
+
+        def both(leaf):
+            found = pmaf.ied(leaf, 2)
+            by_vectors = found.vectors * found.values.exp() @ (found.vectors.mT @ x)
+            return by_vectors, pmaf.spectral(pmaf.operators.Matrix(leaf), "exp", 2)(x)
+
+        leaf = A.clone().requires_grad_()
+        wrong, right = (torch.autograd.grad((y * x.flip(0)).sum(), leaf)[0] for y in both(leaf))
+        expected = differences(lambda A: (both(A)[1] * x.flip(0)).sum(), A)
+        expected = 0.5 * (expected + expected.mT)
+        torch.testing.assert_close(right, expected, rtol=0, atol=1e-7)
+        assert float((wrong - expected).abs().max()) > 1e-2
+
+    def test_of_data_sparse_matrices_and_batches(self):
+        X = torch.randn(3, 20, 6, dtype=T, generator=torch.Generator().manual_seed(3))
+        X = (X * torch.arange(1.0, 7.0, dtype=T)).requires_grad_()
+        u = weights(torch.empty(3, 6, dtype=T))
+        white = pmaf.spectral(pmaf.operators.Gram(X, 0.05), "inverse_sqrt", 2)
+        dense = pmaf.spectral(0.05 * X.mT @ X, "inverse_sqrt", 2)
+        expected = (dense @ u.unsqueeze(-1)).squeeze(-1)
+        results = []
+        for image in (white(u), expected):
+            results.append((image.detach(), *torch.autograd.grad(image.square().sum(), X)))
+        for x, y in zip(*results):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e6 * EPS * float(y.abs().max()))
+        A = spread_out(8, 3.0, 2.0)
+        F = pmaf.spectral(A.to_sparse(), "exp", 2)
+        torch.testing.assert_close(F.left.mT @ F.right, pmaf.spectral(A, "exp", 2))
+        half = pmaf.spectral(pmaf.operators.Matrix(A.bfloat16()), "exp", 2)
+        assert half.dtype == torch.bfloat16
+
+    def test_rounding_of_zero_counts_as_zero(self):
+        X = torch.randn(2, 8, dtype=T, generator=torch.Generator().manual_seed(4))
+        F = pmaf.spectral(pmaf.operators.Gram(X), "sqrt", 2, largest=False)
+        assert float(F.right.abs().max()) == 0.0
+        with pytest.raises(ValueError, match="inverse is not finite"):
+            pmaf.spectral(pmaf.operators.Gram(X), "inverse", 2, largest=False)
+
+    def test_second_derivatives_are_refused(self):
+        A = spread_out(8, 3.0, 2.0).requires_grad_()
+        image = pmaf.spectral(pmaf.operators.Matrix(A), "exp", 2)(torch.ones(8, dtype=T))
+        (dA,) = torch.autograd.grad(image.sum(), A, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            dA.square().sum().backward()
 
 
 class TestErrors:

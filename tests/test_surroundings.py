@@ -197,7 +197,8 @@ def test_a_dual_level_in_another_thread():
 
 
 def test_script_says_what_to_use():
-    for layer in (pmaf.IED(), pmaf.LESS(), torch.nn.Sequential(pmaf.IED(k=2))):
+    layers = (pmaf.IED(), pmaf.LESS(), pmaf.NullSpace(), pmaf.ISVD(), pmaf.Spectral("exp"))
+    for layer in (*layers, torch.nn.Sequential(pmaf.IED(k=2))):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with pytest.raises(RuntimeError, match=r"torch\.compile, or torch\.export"):

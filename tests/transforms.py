@@ -162,19 +162,24 @@ class Complex(nn.Module):
         A = torch.view_as_complex(torch.stack([real, imaginary], -1))
         if isinstance(self.layer, pmaf.LESS):
             return torch.view_as_real(self.layer(A[..., 1:], 2 * A[..., 0])).flatten(-2)
+        if isinstance(self.layer, pmaf.Spectral):
+            return torch.view_as_real(self.layer(A)).flatten(-2)
+        if isinstance(self.layer, Triplets):
+            return self.layer(A[..., 1:])
         values, vectors = self.layer(A)
         several = values.dim() > A.dim() - 2
         parts = torch.view_as_real(vectors.mT if several else vectors).flatten(-2)
         return parts + values.unsqueeze(-1)
 
 
-def _complex(name: str, layer: Callable[[], nn.Module]) -> Column:
+def _complex(name: str, layer: Callable[[], nn.Module], *printed: str) -> Column:
     return Column(
         name,
         Complex(layer()),
         lambda: Complex(layer()),
         lambda: (_seeded(4, 4, 4) + torch.diag(torch.arange(4.0, dtype=T)), _seeded(4, 4, 4).mT),
         no_half=True,
+        printed=printed or ("solver=", "gradient="),
     )
 
 
@@ -194,37 +199,41 @@ def _spectral(name: str, function: Any, k: int | None = None, **options: Any) ->
     )
 
 
-class NullSpace(nn.Module):
-    """`pmaf.nullspace` as a function of the space if there are several vectors."""
+class Space(nn.Module):
+    """`pmaf.NullSpace` as a function of the space if there are several vectors."""
 
-    def __init__(self, k: int | None) -> None:
+    def __init__(self, k: int | None = None) -> None:
         super().__init__()
-        self.k = k
+        self.layer = pmaf.NullSpace(k)
 
     def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
-        found = pmaf.nullspace(A, self.k, weights=weights[0] if weights else None)
-        return found if self.k is None else (found.unsqueeze(-2) * found.unsqueeze(-3)).sum(-1)
-
-    def extra_repr(self) -> str:
-        return "solver=Auto(), gradient=Implicit()"
+        found = self.layer(A, *weights)
+        several = self.layer.k is not None
+        return (found.unsqueeze(-2) * found.unsqueeze(-3)).sum(-1) if several else found
 
 
-class Triplets(NullSpace):
-    """`pmaf.isvd`, all three tensors in one."""
+class Triplets(nn.Module):
+    """`pmaf.ISVD`, all three tensors in one, of real numbers."""
 
-    def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
-        left, values, right = pmaf.isvd(A, self.k)
-        if self.k is None:
+    def __init__(self, k: int | None = None) -> None:
+        super().__init__()
+        self.layer = pmaf.ISVD(k)
+
+    def forward(self, A: Tensor) -> Tensor:
+        left, values, right = self.layer(A)
+        if self.layer.k is None:
             left, values, right = left.unsqueeze(-1), values.unsqueeze(-1), right.unsqueeze(-1)
+        if A.is_complex():
+            left, right = (torch.view_as_real(x.mT).flatten(-2).mT for x in (left, right))
         return torch.cat([left, values.unsqueeze(-2), right], -2)
 
 
-def _singular(name: str, kind: type[NullSpace], k: int | None, *shape: int) -> Column:
+def _singular(name: str, kind: type[Space | Triplets], k: int | None, *shape: int) -> Column:
     def inputs() -> tuple[Tensor, ...]:
         A = _seeded(4, *shape)
         return (A, 0.5 + _seeded(4, shape[0]).abs()) if "weights" in name else (A,)
 
-    return Column(name, kind(k), lambda: kind(k), inputs)
+    return Column(name, kind(k), lambda: kind(k), inputs, printed=("k=", "solver="))
 
 
 def _pooled(name: str, takes: str, *shape: int, **options: Any) -> Column:
@@ -386,12 +395,15 @@ COLUMNS = [
     _ied("ied, Unroll", solver=pmaf.solvers.Dense(), gradient=Unroll(), eager_only=True),
     # Of the bottom eigenpairs and a function without a name, which takes all of the code.
     _spectral("spectral", torch.nn.functional.softplus, 2, largest=False),
-    _singular("nullspace, weights", NullSpace, None, 5, 3),
-    _singular("nullspace, wide, k=2", NullSpace, 2, 3, 5),
+    _singular("nullspace, weights", Space, None, 5, 3),
+    _singular("nullspace, wide, k=2", Space, 2, 3, 5),
     _singular("isvd", Triplets, None, 5, 3),
     _singular("isvd, wide, k=2", Triplets, 2, 3, 5),
     _pooled("pool, weights", "pool: channels", 5, 3),
     _pooled("pool, wide, k=2", "pool: tokens", 4, 6, k=2, centre=True, scale="root"),
+    _complex("isvd, k=2, complex", lambda: Triplets(2), "k=", "solver="),
+    # Of one eigenpair of four, which eager calls find without the others.
+    _complex("spectral, k=1, complex", lambda: pmaf.Spectral(torch.tanh, 1), "function=", "k="),
 ]
 
 

@@ -37,7 +37,8 @@ class ConvergenceError(RuntimeError):
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_COMPLEX = (torch.complex64, torch.complex128)
+# With the dtypes of their parts. torch.compile cannot trace `dtype.to_real`.
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class Typed(Protocol):
@@ -80,7 +81,7 @@ def require_vector(name: str, x: object, letter: str, *, or_complex: bool = Fals
 
 def require_alike(name: str, x: Typed, other_name: str, other: Typed, real: bool = False) -> None:
     """`x` and `other` have one device, and one dtype, or with `real` that of real parts."""
-    if real and other.dtype.is_complex and x.dtype == other.dtype.to_real():
+    if real and x.dtype == _COMPLEX.get(other.dtype):
         pass
     elif x.dtype != other.dtype or (real and x.dtype.is_complex):
         remedy = "convert one of them with .to()"

@@ -113,8 +113,8 @@ class _OfGroup(torch.autograd.Function):
         direction, function = symmetric_part(grads[0]), ctx.function
         with full_precision(A.device), OneThread(A):
             if torch.is_grad_enabled() or not plain(direction):
-                every = ctx.decompose(A)
-                dA = _derivative(function, A, *every, direction.unsqueeze(-3))
+                all_values, vectors = ctx.decompose(A)
+                dA = _derivative(function, A, all_values, vectors, direction.unsqueeze(-3))
             else:
                 kept = ctx.kind(*(x for x in held if x is not None))
                 dA = _by_tangent(function, A, Group(values, rows, gap, kept), direction)

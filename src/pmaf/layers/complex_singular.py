@@ -71,7 +71,7 @@ def _present(problem: PrincipalSingularVectors, outcome: Outcome) -> Solution:
     if problem.flipped:
         y, values = y.flip(-2), values.flip(-1)
     dtype = problem.dtype
-    real = dtype.to_real()
+    real = problem.matrix.real.dtype
     # New tensors, not views of what the backward pass uses: a user may write into them.
     vectors, values = (y * problem.signs(y).unsqueeze(-1)).to(dtype), values.to(real, copy=True)
     if problem.k is None:

@@ -154,7 +154,8 @@ def isvd(
     left, right = left * signs, right * signs
     if k is None:
         left, values, right = left.squeeze(-1), values.squeeze(-1), right.squeeze(-1)
-    left, values, right = left.to(dtype), values.to(dtype.to_real()), right.to(dtype)
+    values = values if dtype.is_complex else values.to(dtype)
+    left, right = left.to(dtype), right.to(dtype)
     return SingularTriplets(*(ranks.replicate(x, _mesh(A)) for x in (left, values, right)))
 
 

@@ -32,10 +32,10 @@ def inner_product(seen: Rows, tolerance: float) -> Metric:
     _require_range(M, dual)
     if M.solvable:
         _require_inverse(seen, product, dual, tolerance)
-        inverse = seen.solved
+        metric = Metric(product, lambda rows, error: seen.solved(rows), refuse)
     else:
-        inverse = ConjugateGradients(product, _diagonal(seen, refuse), refuse, give_up)
-    metric = Metric(product, inverse, refuse)
+        solve = ConjugateGradients(product, _diagonal(seen, refuse), refuse, give_up)
+        metric = Metric(product, solve, refuse)
     length = metric.length(x, dual)
     if not (length > 0).all():
         refuse((length == 0).any(-1))

@@ -20,6 +20,8 @@ def plain(x: Tensor) -> bool:
         and type(x) in (Tensor, nn.Parameter)
         and torch._C._functorch.maybe_current_level() is None  # pyright: ignore
         and torch._C._len_torch_dispatch_stack() == 0
+        # The vmap of `torch.autograd.grad(is_grads_batched=True)` is not one of `torch.func`.
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # pyright: ignore
         and not x.is_meta
     )
 

@@ -23,12 +23,15 @@ class Metric:
 
     Args:
         product: `M` times rows.
-        inverse: `M⁻¹` times rows, of which a few digits are right.
+        inverse: `M⁻¹` times rows, for rows and the relative residual to solve them up to.
         refuse: raises the error of an `M` that is not positive definite, for a mask `(B,)`.
     """
 
     def __init__(
-        self, product: Product, inverse: Product, refuse: Callable[[Tensor], None]
+        self,
+        product: Product,
+        inverse: Callable[[Tensor, float], Tensor],
+        refuse: Callable[[Tensor], None],
     ) -> None:
         self.product, self.inverse, self.refuse = product, inverse, refuse
         # How much longer the rounding errors of a product are, as functions, than its result.
@@ -38,7 +41,12 @@ class Metric:
         return self.product(rows)
 
     def raised(self, duals: Tensor) -> Tensor:
-        return self.inverse(duals)
+        """`M⁻¹` times rows, as exact as the direction of a search has to be."""
+        return self.inverse(duals, _DIRECTION)
+
+    def raised_well(self, duals: Tensor) -> Tensor:
+        """`M⁻¹` times rows, up to `√eps`."""
+        return self.inverse(duals, min(_DIRECTION, torch.finfo(duals.dtype).eps ** 0.5))
 
     def length(self, rows: Tensor, duals: Tensor) -> Tensor:
         """The lengths `(B, p)` of vectors, given as vectors and as functions."""
@@ -64,7 +72,7 @@ class _Euclidean(Metric):
     """The inner product `xᵀy`, in which vectors and functions are the same."""
 
     def __init__(self) -> None:
-        super().__init__(lambda rows: rows, lambda duals: duals, lambda bad: None)
+        super().__init__(lambda rows: rows, lambda duals, error: duals, lambda bad: None)
 
     def length(self, rows: Tensor, duals: Tensor) -> Tensor:
         return long_norm(rows)
@@ -78,15 +86,15 @@ class _Euclidean(Metric):
 EUCLIDEAN = _Euclidean()
 
 
-# Relative residual at which conjugate gradients stop. A search takes as many products with `A` for
-# 1e-8 as for 1e-4, and half as many products with `M` for the latter.
-_SOLVED = 1e-4
+# Relative residual of the directions of a search. For 1e-8 a search takes as many products with `A`
+# as for 1e-4, and twice as many products with `M`.
+_DIRECTION = 1e-4
 # Limit on the products of one solve.
 _PRODUCTS = 10_000
 
 
 class ConjugateGradients:
-    """`M⁻¹` times rows by products with `M`, up to a residual of 1e-4 in each row.
+    """`M⁻¹` times rows by products with `M`.
 
     Args:
         product: `M` times rows `(B, p, n)`.
@@ -105,11 +113,11 @@ class ConjugateGradients:
         self.product, self.diagonal = product, diagonal
         self.refuse, self.give_up = refuse, give_up
 
-    def __call__(self, right: Tensor) -> Tensor:
+    def __call__(self, right: Tensor, error: float) -> Tensor:
         # In these units no square over- or underflows.
         unit = power_of_two(right.abs().amax(-1, keepdim=True))
         rest = right / unit
-        size = _SOLVED * long_norm(rest)
+        size = error * long_norm(rest)
         z, near = torch.zeros_like(rest), self._scaled(rest)
         direction, slope = near, dot(rest, near)
         for _ in range(_PRODUCTS):

@@ -53,7 +53,9 @@ def conjugate_residuals(
         metric: in which rows are orthogonal and lengths are measured; it preconditions, too.
     """
     system, right, back, largest = scaled_system(product, shift, y, right, scale, metric)
-    inverse = inverse if metric is None else metric.raised
+    if metric is not None:
+        # Errors of solves add up, so they are small, or the residual need not fall far.
+        inverse = metric.raised if tolerance else metric.raised_well
     eps = torch.finfo(right.dtype).eps
     right, size = system.cleared(right)
     z, rest = torch.zeros_like(right), right
@@ -62,10 +64,18 @@ def conjugate_residuals(
     direction, ahead = near, image
     slope = dot(near, image)
     products = 1
+    mark = size
     while True:
         # The residual, and the size that its rounding error is relative to.
         left, floor = system.left(rest, near), size + largest * system.length(z)
         done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
+        if metric is not None and (~done & (left <= eps ** (1 / 3) * mark)).any():
+            assert inverse is not None
+            near = system.clear(inverse(rest))
+            image = system(near)
+            products += 1
+            direction, ahead, slope = near, image, dot(near, image)
+            mark = left = system.left(rest, near)
         # Where the matrix is zero along the residual, no step reduces the residual.
         flat = ~(slope > ROUNDED * eps * largest * system.square(rest, near))  # or it is nan
         if products >= limit or agreed((done | flat).all(-1)):
@@ -77,8 +87,6 @@ def conjugate_residuals(
         z = z + step * direction
         rest = rest - step * ahead
         near = rest if inverse is None else near - step * turned
-        if metric is not None and products % _RAISE == 0:
-            near = system.clear(metric.raised(rest))
         image = system(near)
         products += 1
         following = dot(near, image)
@@ -87,7 +95,7 @@ def conjugate_residuals(
         slope = following
     z = system.clear(z)
     rest = right - system(z)
-    left = system.left(rest, rest if metric is None else system.clear(metric.raised(rest)))
+    left = system.left(rest, rest if inverse is None else system.clear(inverse(rest)))
     rounding = 1.0 if metric is None else metric.rounding
     judgement = judged(left, size, largest, system.length(z), rounding)
     return Solved(z * back, *judgement, products + 1)
@@ -197,5 +205,3 @@ def judged(
 
 # The largest relative error of a solution that is used.
 WORTH = 0.01
-# Steps after which the residual is raised again, because the errors of `raised` add up.
-_RAISE = 8
