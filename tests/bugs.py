@@ -1582,7 +1582,7 @@ BUGS = [
         "layers/hermitian.py",
         "return v + torch.complex(torch.zeros_like(turn), turn)",
         "return v - torch.complex(torch.zeros_like(turn), turn)",
-        "test_complex.py",
+        "test_native_complex.py::test_the_same_as_by_the_embedding",
     ),
     Bug(
         "complex: mixed pairs are taken as they are",
