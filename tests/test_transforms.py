@@ -10,7 +10,16 @@ import pmaf
 from pmaf import native
 from pmaf.runtime.text import encode
 from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
-from tests.transforms import COLUMNS, ROWS, Column, excused, page
+from tests.transforms import (
+    COLUMNS,
+    GENERATED,
+    ROWS,
+    Column,
+    check_compile,
+    check_module_step,
+    excused,
+    page,
+)
 
 pytestmark = [
     # Tracing and compiling raise torch's own deprecation warnings.
@@ -38,6 +47,19 @@ def test_cell(row, column, caplog):
         return
     with pytest.raises(Exception, match=r"eager mode only|rule for reverse mode|complex64 or"):
         row.check(column)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+def test_generated_code(column):
+    if column.eager_only or column.eager_backward:
+        pytest.skip("a layer that is for eager mode only")
+    check_compile(column, "inductor")
+    check_module_step(column, "inductor")
+
+
+def test_columns_with_generated_code_exist():
+    assert set(GENERATED) <= {column.name for column in COLUMNS}
 
 
 def test_the_page_in_the_docs_is_this_table():

@@ -510,9 +510,36 @@ def check_per_sample(column: Column) -> None:
     close(found, [torch.stack(parts) for parts in zip(*singly, strict=True)], column)
 
 
-def check_compile(column: Column) -> None:
+# The columns for which the tests compile C++, at least one for each layer and for each way of a
+# solve. Elsewhere they trace and run both passes without code; `make test-long` generates all.
+GENERATED = (
+    "less",
+    "less, ball, radius, M, weights",
+    "declared",
+    "ied",
+    "ied, k=3",
+    "ied, k=2, M, skip=1",
+    "ied, nonsymmetric",
+    "less, complex",
+    "ied, k=2, complex",
+    "spectral",
+    "nullspace, weights",
+    "isvd, wide, k=2",
+    "pool, weights",
+    "ied, power steps, n = 128",
+    "ied, k=2, Krylov space, n = 450",
+    "less, factor, 300×210",
+)
+
+
+def backend_of(column: Column) -> str:
+    return "inductor" if column.name in GENERATED else "aot_eager"
+
+
+def check_compile(column: Column, backend: str | None = None) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(column.loss, fullgraph=True, dynamic=True)
+    backend = backend or backend_of(column)
+    compiled = torch.compile(column.loss, fullgraph=True, dynamic=True, backend=backend)
     for count in (4, 3):
         leaves = [x[:count].clone().requires_grad_() for x in column.inputs()]
         out = compiled(*leaves)
@@ -534,14 +561,10 @@ class Wrapped(nn.Module):
         return out if isinstance(out, Tensor) else out.vectors
 
 
-def check_module_step(column: Column) -> None:
-    """The trace of the module and of its backward pass; `check_compile` generates code as well.
-
-    Most of the time of a cell that does is the C++ compiler's.
-    """
+def check_module_step(column: Column, backend: str = "aot_eager") -> None:
+    """Both passes of the module, traced for fixed shapes."""
     torch._dynamo.reset()
     inputs = column.inputs()
-    backend = "inductor" if column.name in ("less", "ied") else "aot_eager"
     results = []
     for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, backend=backend)):
         module = Wrapped(column)
