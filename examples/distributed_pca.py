@@ -1,14 +1,31 @@
-"""Learn feature weights through the PCA of data that no single process holds.
+"""
+PCA of data that no single process holds
+========================================
+
+A loud nuisance hides a quiet signal in data that are too large for one machine. Weights of the
+features are to be learnt until the first principal direction is the signal. Today one would gather
+the covariance matrix on every machine, which takes n² numbers for n features, and differentiate
+``eigh`` there.
+
+Here every rank makes its own rows and keeps them. The gradient goes through the eigenvector, and
+forward and backward pass take products with the rows where they are: what ranks send each other is
+one vector of n numbers for each product. Nothing in the script says whether they are CPUs or GPUs
+(on GPUs it has not been tried). It is started by ``torchrun``, with one process for each part of
+the data::
 
     torchrun --nproc-per-node 2 examples/distributed_pca.py
     torchrun --nproc-per-node 4 examples/distributed_pca.py --rows 400000
 
-Every rank makes its own rows and keeps them. A loud nuisance hides a quiet signal; weights of
-the features are learnt until the first principal direction is the signal. The gradient goes
-through the eigenvector, forward and backward by products with the rows where they are: what
-ranks send each other is one vector of `--features` numbers for each product.
+The first of these prints::
 
-On GPUs the same script runs over NCCL; nothing in it says which.
+    20,000 × 64 on 2 ranks, 10,000 rows each
+    step  0  alignment 0.0000  6 products forward, 4 backward
+    step  1  alignment 0.0001  4 products forward, 5 backward
+    step  2  alignment 0.0003  4 products forward, 5 backward
+    step  3  alignment 0.0106  4 products forward, 5 backward
+    step  4  alignment 0.9988  4 products forward, 6 backward
+    ...
+    step 14  alignment 1.0000  6 products forward, 5 backward
 """
 
 from __future__ import annotations
@@ -24,6 +41,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import pmaf
 from pmaf.operators import Gram
 
+# %%
+# The rows of a rank
+# ------------------
+
 
 def my_rows(rows: int, features: int, rank: int, device: torch.device) -> torch.Tensor:
     """Noise, a quiet signal in the first half of the features, a loud nuisance in the second."""
@@ -35,8 +56,17 @@ def my_rows(rows: int, features: int, rank: int, device: torch.device) -> torch.
     return X
 
 
+# %%
+# Learning the weights
+# --------------------
+#
+# The rows are declared to be parts of one matrix, a DTensor. From then on the code is what it would
+# be on one machine: ``Gram(weighted)`` stands for the second moments, which are never formed, and
+# ``init`` starts each search from the last direction, which saves products.
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="PCA of data that no single process holds")
     parser.add_argument("--rows", type=int, default=20_000, help="of all ranks together")
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--steps", type=int, default=15)
@@ -44,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    # Without a timeout of one's own a rank that is waited for is waited for half an hour.
+    # By default the others would wait half an hour for a rank that hangs.
     dist.init_process_group(timeout=timedelta(seconds=options.timeout))
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -68,12 +98,12 @@ def main() -> None:
     logits = distribute_tensor(start, mesh, [Replicate()]).requires_grad_()
     optimiser = torch.optim.Adam([logits], lr=0.2)
 
-    y = None
+    direction = None
     for step in range(options.steps):
         weighted = X * logits.exp()
         problem = pmaf.PrincipalEigenvectors(Gram(weighted, scale=1 / X.shape[0]))
-        solution = pmaf.solve(problem, init=y)
-        y = solution.value.detach()
+        solution = pmaf.solve(problem, init=direction)
+        direction = solution.value.detach()
         alignment = (solution.value * signal).sum().square()
         optimiser.zero_grad()
         (1 - alignment).backward()

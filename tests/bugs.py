@@ -391,8 +391,8 @@ OPERATOR = [
     Bug(
         "operator: inside the span with the wrong sign",
         "gradients/by_products.py",
-        "half = turn_inside(v, y) / torch",
-        "half = -turn_inside(v, y) / torch",
+        "half = turn_inside(unit * v, y / unit) / torch",
+        "half = -turn_inside(unit * v, y / unit) / torch",
         SPAN,
     ),
     Bug(
@@ -412,8 +412,8 @@ OPERATOR = [
     Bug(
         "operator: gradient of a matrix that is not symmetric",
         "gradients/by_products.py",
-        "if problem.symmetric and not seen.A.symmetric:",
-        "if False:",
+        "    if not seen.A.symmetric:",
+        "    if False:",
         "test_operators.py::test_ied_equals_that_of_the_matrix",
     ),
     Bug(
@@ -520,8 +520,8 @@ OPERATOR = [
     Bug(
         "an invariant space goes on with rounding",
         "krylov/space.py",
-        "block = self._replaced(block, long_norm(block) <= ROUNDED * eps * self.reach, 0)",
-        "block = self._replaced(block, long_norm(block) < 0, 0)",
+        "block = self._replaced(block, self.length(block) <= ROUNDED * eps * self.reach, 0)",
+        "block = self._replaced(block, self.length(block) < 0, 0)",
         "test_krylov.py::test_a_space_that_is_invariant_from_the_first_product_on",
     ),
     Bug(
@@ -906,8 +906,8 @@ DEFLATED = [
     Bug(
         "deflated solve: equal eigenvalues are told apart",
         "tangent/residuals.py",
-        "flat = ~(slope > ROUNDED * eps * largest * dot(near, near))",
-        "flat = ~(slope > 0 * largest * dot(near, near))",
+        "flat = ~(slope > ROUNDED * eps * largest * system.square(rest, near))",
+        "flat = ~(slope > 0 * largest * system.square(rest, near))",
         "test_ied_repeated.py::"
         "test_a_rounding_of_a_right_hand_side_along_an_equal_eigenvector_is_not_magnified",
     ),
@@ -1028,16 +1028,87 @@ LINALG = [
     Bug(
         "kernels: the largest eigenpair stands for the smallest",
         "native/__init__.py",
-        "count, sign = A.numel() // (n * n), 1.0 if largest else -1.0",
-        "count, sign = A.numel() // (n * n), 1.0",
+        "_KINDS[A.dtype], 1.0 if largest else -1.0\n",
+        "_KINDS[A.dtype], 1.0\n",
         "test_native.py::test_equal_and_nearly_equal_eigenvalues_at_any_scale",
     ),
     Bug(
         "kernels: the gradient of the smallest is that of the largest",
         "native/__init__.py",
-        "        1.0 if largest else -1.0,\n        _EQUAL[dtype],",
-        "        1.0,\n        _EQUAL[dtype],",
+        "        1.0 if largest else -1.0,\n        _EQUAL[dtype],\n        result.data_ptr(),",
+        "        1.0,\n        _EQUAL[dtype],\n        result.data_ptr(),",
         "test_native.py::test_eigenpairs_and_gradients[goe-13-torch.float64-smallest]",
+    ),
+    Bug(
+        "kernels: the largest eigenpair of a pair stands for the smallest",
+        "native/__init__.py",
+        "        1.0 if largest else -1.0,\n        second,",
+        "        1.0,\n        second,",
+        "test_native_pairs.py::test_eigenpairs_and_gradients[7-torch.float64-smallest]",
+    ),
+    Bug(
+        "kernels: the wrong gradient of a pair is left out",
+        "native/__init__.py",
+        "if need else None for need in needs)\n    failed = _library.pmaf_pair",
+        "if need else None for need in needs[::-1])\n    failed = _library.pmaf_pair",
+        "test_native_pairs.py::test_the_same_as_by_the_common_path",
+    ),
+    Bug(
+        "kernels: a pair that fails is returned",
+        "native/__init__.py",
+        "return None if failed else (values, vectors, kept)",
+        "return values, vectors, kept",
+        "test_native_pairs.py::test_one_bad_entry_is_named",
+    ),
+    Bug(
+        "kernels: pivots of M that are rounding count",
+        "native/__init__.py",
+        "        n * torch.finfo(dtype).eps,\n",
+        "        0.0,\n",
+        "test_native_pairs.py::"
+        "test_a_metric_that_is_singular_up_to_rounding_is_left_to_the_common_path",
+    ),
+    Bug(
+        "kernels: conjugates are taken for numbers",
+        "native/__init__.py",
+        "return A if A.is_contiguous() and not A.is_conj() else _plain(A)",
+        "return A if A.is_contiguous() else _plain(A)",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: a complex matrix is transposed",
+        "native/__init__.py",
+        "    if A.is_complex():  # the",
+        "    if False:  # the",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: gradients that stand for their conjugates are taken for numbers",
+        "native/__init__.py",
+        "v is None or (v.is_contiguous() and not v.is_conj())",
+        "v is None or v.is_contiguous()",
+        "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
+    ),
+    Bug(
+        "kernels: second derivatives of several complex vectors from one of each pair",
+        "layers/hermitian.py",
+        "state._replace(shift=state.shift.repeat_interleave(2, -1))",
+        "state._replace(shift=torch.cat([shift, shift], -1))",
+        "test_native_complex.py::test_derivatives_are_those_of_differences",
+    ),
+    Bug(
+        "kernels: second derivatives of the smallest of a pair are those of the largest",
+        "layers/pairs.py",
+        "        if not self.largest:  # the largest of −A\n            tensors",
+        "        if False:\n            tensors",
+        "test_native_pairs.py::test_derivatives_are_those_of_differences",
+    ),
+    Bug(
+        "kernels: second derivatives of complex pairs in another order",
+        "layers/pairs.py",
+        "self.largest, descending=self.descending, M=M",
+        "self.largest, descending=not self.descending, M=M",
+        "test_native_pairs.py::test_derivatives_are_those_of_differences",
     ),
     Bug(
         "kernels: entries that fail are not decomposed",
@@ -1630,3 +1701,122 @@ FUNCTIONS = [
     ),
 ]
 BUGS += FUNCTIONS
+
+POOL = "test_pool.py::test_solutions_are_those_of_svd"
+POOLED = [
+    Bug(
+        "pool: the mean is not subtracted",
+        "layers/pool.py",
+        "X - mean.unsqueeze(-2) if self.centre else X",
+        "X",
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights do not sum to one",
+        "layers/pool.py",
+        "return weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "return weights",
+        f"{POOL}[7x4-channels--None-dtype1-weights]",
+    ),
+    Bug(
+        "pool: weights that are all zero are divided by their sum",
+        "layers/pool.py",
+        "weights / one_if_zero(weights.sum(-1, keepdim=True))",
+        "weights / weights.sum(-1, keepdim=True)",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: vectors of tokens are not normalised",
+        "layers/pool.py",
+        "rows = rows / one_if_zero(norm(rows)).unsqueeze(-1)",
+        "rows = rows / 1",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: moments of tokens are not divided by their number",
+        "layers/pool.py",
+        "return A @ A.mT / X.shape[-2] if",
+        "return A @ A.mT if",
+        f"{POOL}[4x7-tokens--None-dtype1-]",
+    ),
+    Bug(
+        "pool: weights with gradients take roots",
+        "layers/pool.py",
+        "(plain(w) and not recorded(w) and not forward_mode(w))",
+        "plain(w)",
+        "test_pool.py::test_weights_with_gradients_take_no_roots",
+    ),
+    Bug(
+        "pool: the larger side",
+        "layers/pool.py",
+        "wide = tokens < channels and",
+        "wide = tokens > channels and",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side",
+    ),
+    Bug(
+        "pool: large features form a matrix",
+        "layers/pool.py",
+        "_FORMED = 256",
+        "_FORMED = 4096",
+        "test_pool.py::test_the_path_is_that_of_the_smaller_side "
+        "test_pool.py::test_nothing_of_the_size_of_the_channels_squared_is_formed",
+    ),
+    Bug(
+        "pool: a direction without extent is a vector",
+        "layers/pool.py",
+        "zero = known <= rank_tolerance(known.dtype) * known[..., :1].clamp_min(0)",
+        "zero = known < 0",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: rounding of the mean is an extent",
+        "layers/pool.py",
+        "zero = zero | (extents.detach() <= rounding.unsqueeze(-1))",
+        "zero = zero | (extents.detach() < 0 * rounding.unsqueeze(-1))",
+        "test_pool.py::test_no_extent_is_zero",
+    ),
+    Bug(
+        "pool: extents in other units",
+        "layers/pool.py",
+        "extents = extents * unit.squeeze(-1)",
+        "extents = extents * 1",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: no unit for features of any size",
+        "layers/pool.py",
+        "return power_of_two(largest)",
+        "return None",
+        "test_pool.py::test_scale",
+    ),
+    Bug(
+        "pool: rounding of the mean decides signs",
+        "layers/pool.py",
+        "mean.masked_fill(zero.unsqueeze(-1), 0)",
+        "mean",
+        "test_pool.py::test_signs_of_features_without_a_mean_are_not_those_of_rounding",
+    ),
+    Bug(
+        "pool: signs without a reference",
+        "layers/pool.py",
+        "signs = _towards(rows, mean, extents)",
+        "signs = sphere.signs(rows)",
+        "test_pool.py::test_a_step_of_features_never_flips_signs_that_the_mean_decides "
+        f"{POOL}[7x4-channels-centre-None-dtype1-]",
+    ),
+    Bug(
+        "pool: maps are not transposed",
+        "layers/pool.py",
+        "return maps.flatten(-2).mT",
+        "return maps.flatten(-2)",
+        "test_pool.py::test_maps",
+    ),
+    Bug(
+        "pool: autocast rounds the moments",
+        "layers/pool.py",
+        "with full_precision(X.device):",
+        "if True:",
+        "test_pool.py::test_autocast_does_not_round",
+    ),
+]
+BUGS += POOLED

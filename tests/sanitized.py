@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
-TESTS = ["tests/test_native.py"]
+TESTS = [f"tests/test_native{name}.py" for name in ("", "_complex", "_pairs")]
 
 
 def main(arguments: list[str]) -> int:

@@ -133,10 +133,12 @@ def derivative(function, x):
     return found
 
 
-@pytest.mark.parametrize("name", ["nullspace", "pairs", "hermitian"])
+@pytest.mark.parametrize("name", ["nullspace", "pairs", "hermitian", "pool"])
 def test_the_truth_about_other_problems_is_that_of_differences(name):
     (race,) = BENCHMARKS.choose([name])
-    task = race.task(race.families[-1], [1, 7, 5] if name == "nullspace" else [1, 5], CPU)
+    task = race.task(
+        race.families[-1], {"nullspace": [1, 7, 5], "pool": [1, 4, 6]}.get(name, [1, 5]), CPU
+    )
     wide = [x.detach().to(torch.promote_types(x.dtype, torch.float64)) for x in task.inputs]
     c = task.c.double()
     _, gradient, simple = race.exact(tuple(wide), c)
@@ -164,6 +166,7 @@ RACES = {
     "nullspace": [2, 8, 9],
     "pairs": [2, 12],
     "hermitian": [2, 6],
+    "pool": [2, 9, 12],
 }
 
 

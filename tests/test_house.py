@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from pmaf.linalg import decompositions
 
 SOURCE = Path(__file__).parent.parent / "src"
 # A room imports from those before it, and from itself.
@@ -88,3 +92,30 @@ def test_the_laboratory_uses_public_names():
             if module.split(".")[0] == "pmaf":
                 parts = [*module.split("."), name]
                 assert not any(x.startswith("_") and x != "__version__" for x in parts), path
+
+
+def test_one_module_decomposes_symmetric_matrices():
+    """So that a limit of a device, or a faster routine, is a matter of one file."""
+    calls = re.compile(r"linalg\.(eigh|eigvalsh|cholesky|cholesky_ex)\(")
+    found = [name_of(path) for path in FILES if calls.search(path.read_text(encoding="utf-8"))]
+    assert found == ["pmaf.linalg.decompositions"]
+
+
+def test_a_device_with_a_limit_gets_a_batch_in_parts(monkeypatch):
+    A = torch.randn(3, 5, 4, 4, dtype=torch.float64)
+    A = A @ A.mT + torch.eye(4, dtype=torch.float64)
+    sizes = []
+
+    def counted(A):
+        sizes.append(A.shape[:-2].numel())
+        return torch.linalg.eigh(A)
+
+    monkeypatch.setattr(decompositions, "MOST_MATRICES", 4)
+    monkeypatch.setattr(decompositions, "limited", lambda A: True)
+    values, vectors = decompositions.in_pieces(counted, A)
+    assert sizes == [4, 4, 4, 3]
+    torch.testing.assert_close((vectors * values.unsqueeze(-2)) @ vectors.mT, A)
+    torch.testing.assert_close(decompositions.eigenvalues(A), torch.linalg.eigvalsh(A))
+    lower, info = decompositions.cholesky(A)
+    torch.testing.assert_close(lower @ lower.mT, A)
+    assert not info.any()

@@ -210,6 +210,10 @@ import hashlib, json, sys, torch, pmaf
 from pmaf import native
 from pmaf_lab.bench.families import EIGEN, SQUARES
 out = {"about": native.about}
+def pair(batch, n, dtype):
+    g = torch.Generator().manual_seed(n)
+    A, X = (torch.randn(batch, n, n, generator=g, dtype=dtype) for _ in range(2))
+    return A + A.mH, X @ X.mH / n + torch.eye(n, dtype=dtype)
 for threads in (1, 2, 4):
     torch.set_num_threads(threads)
     digest = hashlib.sha256()
@@ -226,11 +230,39 @@ for threads in (1, 2, 4):
         u.sum().backward()
         for x in (u, A.grad):
             digest.update(x.detach().numpy().tobytes())
+    for batch, n, k in [(2000, 3, None), (500, 9, 3), (40, 33, None), (9, 64, 2)]:
+        for dtype in (torch.float32, torch.complex64):
+            A, M = pair(batch, n, dtype)
+            A.requires_grad_()
+            M.requires_grad_()
+            for metric in (None, M):
+                values, vectors = pmaf.ied(A, k, M=metric)
+                (vectors.real.sum() + values.sum()).backward()
+                for x in (values, vectors, A.grad):
+                    digest.update(x.detach().numpy().tobytes())
+            digest.update(M.grad.numpy().tobytes())
     out[threads] = digest.hexdigest()
 A = EIGEN["wishart"](40, 12, torch.Generator().manual_seed(0))
 out["values"] = pmaf.ied(A).values.tolist()
+for name, dtype in (("real", torch.float64), ("complex", torch.complex128)):
+    for n in (6, 20):
+        A, M = pair(5, n, dtype)
+        A.requires_grad_()
+        M.requires_grad_()
+        for metric in (None, M):
+            values, vectors = pmaf.ied(A, 2, M=metric)
+            ((vectors * vectors.conj()).real[:, 0].sum() + vectors.real.sum()).backward()
+            parts = (values + 0j, vectors + 0j, A.grad + 0j)
+            flat = [torch.view_as_real(x.detach()).flatten() for x in parts]
+            out[f"{name} {n} {metric is None}"] = torch.cat(flat).tolist()
 print(json.dumps(out))
 """
+
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+NAMES = [
+    f"{name} {n} {one}" for name in ("real", "complex") for n in (6, 20) for one in (True, False)
+]
 
 
 def run(setting):
@@ -253,6 +285,10 @@ def test_the_same_bits_with_any_number_of_threads_and_the_same_answers_without_k
         seen += 1
         assert found["1"] == found["2"] == found["4"]
         torch.testing.assert_close(torch.tensor(found["values"]), torch.tensor(plain["values"]))
+        for name in NAMES:
+            # Gaps and sums are at least 1e-2, so that gradients lose at most half of the digits.
+            wanted = torch.tensor(plain[name], dtype=T)
+            torch.testing.assert_close(torch.tensor(found[name], dtype=T), wanted, **CLOSE)
     assert seen > 0
 
 

@@ -227,6 +227,18 @@ def _singular(name: str, kind: type[NullSpace], k: int | None, *shape: int) -> C
     return Column(name, kind(k), lambda: kind(k), inputs)
 
 
+def _pooled(name: str, takes: str, *shape: int, **options: Any) -> Column:
+    def inputs() -> tuple[Tensor, ...]:
+        # A direction that the features share keeps the eigenvalues apart in float16.
+        X = _seeded(4, *shape) + 2 * torch.cos(torch.arange(shape[-1], dtype=T))
+        return (X, 0.5 + _seeded(4, shape[0]).abs()) if "weights" in name else (X,)
+
+    pool = pmaf.PrincipalPool(**options)
+    module = lambda: pmaf.PrincipalPool(**options)  # noqa: E731
+    printed = ("k=", "centre=", "scale=", "path=")
+    return Column(name, lambda *x: pool(*x), module, inputs, takes=takes, printed=printed)
+
+
 class Family(nn.Module):
     """Matrices of real size as a function of three numbers, and a layer on them.
 
@@ -378,6 +390,8 @@ COLUMNS = [
     _singular("nullspace, wide, k=2", NullSpace, 2, 3, 5),
     _singular("isvd", Triplets, None, 5, 3),
     _singular("isvd, wide, k=2", Triplets, 2, 3, 5),
+    _pooled("pool, weights", "pool: channels", 5, 3),
+    _pooled("pool, wide, k=2", "pool: tokens", 4, 6, k=2, centre=True, scale="root"),
 ]
 
 
@@ -509,10 +523,15 @@ class Wrapped(nn.Module):
 
 
 def check_module_step(column: Column) -> None:
+    """The trace of the module and of its backward pass; `check_compile` generates code as well.
+
+    Most of the time of a cell that does is the C++ compiler's.
+    """
     torch._dynamo.reset()
     inputs = column.inputs()
+    backend = "inductor" if column.name in ("less", "ied") else "aot_eager"
     results = []
-    for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True)):
+    for wrap in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, backend=backend)):
         module = Wrapped(column)
         runner = wrap(module)
         optimiser = torch.optim.SGD(module.parameters(), lr=0.1)

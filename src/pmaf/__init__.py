@@ -5,15 +5,18 @@ differentiates the solution implicitly:
 
 * `less`, least squares with the solution on a sphere;
 * `ied`, implicit eigen decomposition: the top eigenvectors of a matrix;
-* `spectral`, functions of a symmetric matrix, such as its square root.
+* `nullspace` and `isvd`, singular vectors and triplets of a matrix;
+* `spectral`, functions of a symmetric matrix, such as its square root;
+* `PrincipalPool`, pooling of features by their principal direction.
 """
 
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
-from pmaf.layers.isvd import SingularTriplets, isvd
+from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
-from pmaf.layers.nullspace import PrincipalSingularVectors, nullspace
+from pmaf.layers.nullspace import NullSpace, PrincipalSingularVectors, nullspace
+from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.spectral import Spectral, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
@@ -22,12 +25,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IED",
+    "ISVD",
     "LESS",
     "Certificate",
     "ConvergenceError",
     "ConvergenceWarning",
     "Eigenpairs",
+    "NullSpace",
     "PrincipalEigenvectors",
+    "PrincipalPool",
     "PrincipalSingularVectors",
     "Problem",
     "SingularTriplets",

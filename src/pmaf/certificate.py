@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.krylov.tasks import Dominant, Largest, unit_rows
+from pmaf.krylov.tasks import Dominant, Largest
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import dot, long_norm, norm, one_if_zero, symmetric_part
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows, rows_of
@@ -19,14 +20,17 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers.krylov import Krylov, search_eigenvectors
 from pmaf.solvers.krylov_minimum import posed
+from pmaf.tangent.metric import EUCLIDEAN, Metric
 
 
-def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate:
+def certify_eigenvectors_by_products(
+    problem: Any, value: Tensor, metric: Metric = EUCLIDEAN
+) -> Certificate:
     """A certificate by products and by a second search, orthogonal to the given vectors.
 
     `optimality` is the smallest given eigenvalue minus the largest found there, relative to the
     matrix, or zero if that is positive. An eigenvalue that the second search does not find is
-    assumed not to exist.
+    assumed not to exist. With a metric `M` it is for the pair `Ay = λMy`.
     """
     A = _spread(problem).A
     rows = Rows(A if problem.largest else -A, problem.batch_shape)
@@ -41,12 +45,16 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
     def product(x: Tensor) -> Tensor:
         return exact(x) / unit
 
-    image = product(y)
-    values = dot(y, image) / one_if_zero(dot(y, y))
-    basis = unit_rows(y) if problem.count == 1 else torch.linalg.qr(y.mT).Q.mT
+    image, dual = product(y), metric.dual(y)
+    values = dot(y, image) / one_if_zero(dot(y, dual))
+    basis = metric.unit(y)
+    border = metric.dual(basis)
 
     def beside(x: Tensor) -> Tensor:
-        return torch.baddbmm(x, torch.bmm(x, basis.mT), basis, alpha=-1)
+        return torch.baddbmm(x, torch.bmm(x, border.mT), basis, alpha=-1)
+
+    def beside_images(x: Tensor) -> Tensor:
+        return torch.baddbmm(x, torch.bmm(x, basis.mT), border, alpha=-1)
 
     # On the span of the vectors given, the map below acts as their smallest eigenvalue, so that
     # a larger eigenvalue of the map lies outside of the span.
@@ -54,7 +62,7 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
 
     def elsewhere(x: Tensor) -> Tensor:
         rest = beside(x)
-        return beside(product(rest)) + lowest * (x - rest)
+        return beside_images(product(rest)) + lowest * metric.dual(x - rest)
 
     scale = values.abs().amax(-1)
     surplus = torch.zeros_like(scale)
@@ -64,7 +72,8 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
         skip = problem.skip
         start = torch.cat([start.roll(i, -1) for i in range(1 + skip)], 1)
         task = Largest(1 + skip) if problem.symmetric else Dominant()
-        other = search_eigenvectors(elsewhere, start, task, solver, rows)
+        space = None if metric is EUCLIDEAN else metric
+        other = search_eigenvectors(elsewhere, start, task, solver, rows, space)
         scale = torch.maximum(scale, other.scale)
         # A pair of complex eigenvalues does not converge, but its modulus is known.
         best = other.values[:, skip] if problem.symmetric else other.scale
@@ -72,9 +81,10 @@ def certify_eigenvectors_by_products(problem: Any, value: Tensor) -> Certificate
         surplus = (known - best).clamp_max(0)
     scale = one_if_zero(scale)
     eye = torch.eye(problem.count, dtype=y.dtype, device=y.device)
+    rest = image - values.unsqueeze(-1) * dual
     found = Certificate(
-        feasibility=(y @ y.mT - eye).abs().amax((-2, -1)),
-        stationarity=long_norm(image - values.unsqueeze(-1) * y).amax(-1) / scale,
+        feasibility=(y @ dual.mT - eye).abs().amax((-2, -1)),
+        stationarity=metric.length(metric.raised(rest), rest).amax(-1) / scale,
         optimality=surplus / scale,
     )
     return ranks.replace_tensors(found, lambda x: x.reshape(problem.batch_shape))
@@ -157,7 +167,7 @@ def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
     values = (Y * image).sum(-2) / (Y * Y).sum(-2)
     eye = torch.eye(problem.count, dtype=A.dtype, device=A.device)
     if problem.symmetric:
-        exact = torch.linalg.eigvalsh(A)
+        exact = eigenvalues(A)
         n, width, skip = problem.n, problem.width, problem.skip
         exact = exact[..., n - width : n - skip] if problem.largest else exact[..., skip:width]
         surplus = values.sort(-1).values - exact

@@ -15,9 +15,11 @@ from pmaf.autograd.forward_mode import forward, require_forward
 from pmaf.autograd.products import attach_products
 from pmaf.certificate import certify_minimum, certify_minimum_by_products
 from pmaf.gradients import Gradient, Unroll
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, declared_gradients
 from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Operator, as_operator
@@ -43,7 +45,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
+from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -229,7 +231,7 @@ class Problem(Named):
     def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
         """The smallest and the largest eigenvalue of `M`, and a scale for residuals."""
         M, g = self.quadratic()
-        values = torch.linalg.eigvalsh(symmetric_part(M))
+        values = eigenvalues(symmetric_part(M))
         return values[..., 0], values[..., -1], values.abs().amax(-1) + norm(g)
 
     def best_solver(self) -> Solver:
@@ -256,30 +258,13 @@ class Problem(Named):
         """The optimality conditions at a solution, as the gradient rules use them."""
         return MinimumConditions(self, tensors, y, state)
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs, given those of the solution and of its multiplier."""
-        state = state._replace(shift=state.shift.unsqueeze(-1))
-        return self.conditions(tensors, y, state).gradients(rule, v, d_multiplier, needs)
+        state = given.state._replace(shift=given.state.shift.unsqueeze(-1))
+        conditions = self.conditions(given.tensors, given.y, state)
+        return conditions.gradients(given.rule, given.v, given.d_multiplier, given.needs)
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kind: type[Kept],
-        kept: Sequence[Tensor | None],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
         """The result of `gradients` by compiled kernels, None where there are none for it."""
         return None
 

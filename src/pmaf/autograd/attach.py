@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.text import decode, encode
@@ -228,15 +229,16 @@ class Solve(torch.autograd.Function):
         first, second, y, multiplier, gap, *kept = ctx.saved_tensors
         tensors, problem = _given(first, second), ctx.problem
         needs = ctx.needs_input_grad[: len(tensors)]
+        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
+        given = Reverse(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
         if ctx.compiled and not torch.is_grad_enabled():
             incoming = d_multiplier if v is None else v
             if incoming is not None and plain(incoming):
-                found = problem.first_gradients(tensors, y, ctx.kind, kept, v, d_multiplier, needs)
+                found = problem.first_gradients(given)
                 if found is not None:
                     return *found, *(None,) * (9 - len(found))
-        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
         with full_precision(first.device), OneThread(first):
-            found = problem.gradients(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
+            found = problem.gradients(given)
         summed = (
             dx if dx is None or dx.shape == x.shape else dx.sum_to_size(x.shape)
             for dx, x in zip(found, tensors)
@@ -245,35 +247,45 @@ class Solve(torch.autograd.Function):
 
 
 class Found(torch.autograd.Function):
-    """A solution of one tensor that compiled kernels have found already, in eager mode.
+    """A solution that compiled kernels have found already, in eager mode.
 
     Several vectors are columns, as the user sees them. The derivative is that of `Solve`, in fewer
     steps: for a small matrix these take most time.
     """
 
     @staticmethod
-    def forward(ctx: Any, A: Tensor, found: tuple[Tensor, Tensor], problem: Any) -> Any:
+    def forward(
+        ctx: Any,
+        first: Tensor,
+        second: Tensor | None,
+        found: tuple[Tensor, Tensor],
+        kept: tuple[Tensor, ...],
+        problem: Any,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(A, *found)
-        ctx.problem, ctx.differentiate = problem, problem.differentiate
+        ctx.save_for_backward(first, second, *found, *kept)
+        ctx.problem = problem
         return found
 
     @staticmethod
     def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
-        A, y, multiplier = ctx.saved_tensors
+        first, second, y, multiplier, *kept = ctx.saved_tensors
         incoming = d_multiplier if v is None else v
         if incoming is None:
-            return None, None, None
+            return (None,) * 5
+        tensors, problem = _given(first, second), ctx.problem
+        needs = ctx.needs_input_grad[: len(tensors)]
+        found = None
         if not torch.is_grad_enabled() and plain(incoming):
-            dA = ctx.differentiate(A, y, v, d_multiplier, columns=True)
-            if dA is not None:
-                return dA, None, None
-        if ctx.problem.vectors:
-            y, v = y.mT, None if v is None else v.mT
-        state = State(multiplier, multiplier.new_full(A.shape[:-2], torch.nan), NOTHING)
-        with full_precision(A.device):
-            (dA,) = ctx.problem.gradients((A,), y, state, Implicit(), v, d_multiplier, (True,))
-        return dA, None, None
+            found = problem.differentiate(tensors, y, kept, v, d_multiplier, needs)
+        if found is None:
+            if problem.vectors:
+                y, v = y.mT, None if v is None else v.mT
+            state = State(multiplier, multiplier.new_full(first.shape[:-2], torch.nan), NOTHING)
+            given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
+            with full_precision(first.device):
+                found = problem.gradients(given)
+        return *(*found, None)[:2], None, None, None
 
 
 # `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks

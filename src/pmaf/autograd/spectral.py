@@ -11,19 +11,28 @@ it may leave out the backward pass of a `Function`, and always leaves out its de
 A function with parameters is recorded by autograd, at constant eigenvalues. So the gradient of the
 parameters would be constant in the matrix. Its derivative in the matrix is that of the divided
 differences of the function in the parameters: they are an input of the `Function`, too.
+
+Of a few eigenpairs of a large matrix, the first derivative takes these alone: divided differences
+inside their group, and a linear system for the part outside. All further derivatives are those of
+the whole decomposition, which is computed when they are asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf.gradients.eigenvectors import symmetric_product
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
-from pmaf.runtime.modes import full_precision, transforms_around
+from pmaf.runtime.modes import full_precision, plain, transforms_around
 from pmaf.runtime.threads import OneThread
+from pmaf.tangent.complement import complement_solve
+from pmaf.tangent.kept import Kept
 
 
 def differentiable(function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
@@ -50,6 +59,103 @@ def _derivative(
     slopes = function.slopes(values) if function.learned and directions is None else None
     found: Any = _Follow.apply(total, slopes, A, values, vectors, directions, function)
     return found
+
+
+class Group(NamedTuple):
+    """The eigenpairs of a group at one end of the spectrum, found without the others."""
+
+    values: Tensor  # (*, k)
+    rows: Tensor  # (*, k, n), the eigenvectors
+    gap: Tensor  # (*,), the distance to the next eigenvalue, nan if that is not known
+    kept: Kept  # results of the solver for the linear system
+
+
+Decompose = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def differentiable_group(
+    function: MatrixFunction, A: Tensor, group: Group, decompose: Decompose
+) -> Tensor:
+    """`V f(Λ) Vᵀ` of a group of eigenpairs, in eager mode.
+
+    Args:
+        function: of the group, without parameters that autograd records.
+        decompose: from `A` to all eigenvalues and eigenvectors, for higher derivatives.
+    """
+    values, rows, gap, kept = group
+    held = (*kept, None, None)[:2]
+    found: Any = _OfGroup.apply(A, values, rows, gap, *held, type(kept), function, decompose)
+    return found
+
+
+class _OfGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        A: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        gap: Tensor,
+        first: Tensor | None,
+        second: Tensor | None,
+        kind: type[Kept],
+        function: MatrixFunction,
+        decompose: Decompose,
+    ) -> Tensor:
+        ctx.kind, ctx.function, ctx.decompose = kind, function, decompose
+        ctx.save_for_backward(A, values, rows, gap, first, second)
+        whole = replace(function, k=None)  # of the values that there are
+        return symmetric_part(whole.value(values, rows.mT))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        A, values, rows, gap, *held = ctx.saved_tensors
+        direction, function = symmetric_part(grads[0]), ctx.function
+        with full_precision(A.device), OneThread(A):
+            if torch.is_grad_enabled() or not plain(direction):
+                every = ctx.decompose(A)
+                dA = _derivative(function, A, *every, direction.unsqueeze(-3))
+            else:
+                kept = ctx.kind(*(x for x in held if x is not None))
+                dA = _by_tangent(function, A, Group(values, rows, gap, kept), direction)
+        return dA, *(None,) * 8
+
+
+def _by_tangent(function: MatrixFunction, A: Tensor, group: Group, direction: Tensor) -> Tensor:
+    """The first derivative by the eigenpairs of the group alone, as rows."""
+    whole, (values, rows, gap, kept) = replace(function, k=None), group
+    x, image = whole.arguments(values), rows @ direction
+    inner = whole.inner(x, image @ rows.mT)
+    right = function.scalar.derivative(x, 0).unsqueeze(-1) * image
+    # The linear system is that of the largest eigenvalues.
+    sign = 1.0 if function.largest else -1.0
+    z = sign * complement_solve(sign * A.detach(), sign * values, rows, right, kept, gap)
+    return symmetric_product(inner @ rows + 2 * z, rows)
+
+
+def outside(vectors: Tensor) -> Tensor:
+    """The vectors `(*, n, k)` for functions of their span, whose gradients are outside of it.
+
+    The part inside cancels, and what rounding leaves of it would be divided by differences of
+    eigenvalues that nearly repeat.
+    """
+    found: Any = _Outside.apply(vectors)
+    return found
+
+
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors)
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        ((V,), (g,)) = ctx.saved_tensors, grads
+        with full_precision(V.device):
+            for _ in range(2):  # the second time removes rounding of the first
+                g = g - V @ (V.mH @ g)
+        return g
 
 
 class _Follow(torch.autograd.Function):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from pmaf.linalg.products import matvec
 from pmaf.solvers.base import Eigenvectors, Minimum
+from pmaf.tangent.bordered import State
 
 
 class Conditions(Protocol):
@@ -64,3 +65,25 @@ class Gradient:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs whose `needs` is set, given the solution's gradient `v`."""
         raise NotImplementedError
+
+
+class Reverse(NamedTuple):
+    """A solution of a problem, and the gradients that come in for it."""
+
+    tensors: tuple[Tensor, ...]  # the inputs of the problem
+    y: Tensor  # (*, n), or (*, k, n)
+    state: State
+    rule: Gradient
+    v: Tensor | None  # the gradient of y
+    d_multiplier: Tensor | None
+    needs: Sequence[bool]  # which inputs need a gradient
+
+    def as_rows(self) -> Reverse:
+        """One vector `(*, n)` as rows `(*, 1, n)`, with all that belongs to it."""
+        state, v, d = self.state, self.v, self.d_multiplier
+        return self._replace(
+            y=self.y.unsqueeze(-2),
+            state=state._replace(shift=state.shift.unsqueeze(-1)),
+            v=None if v is None else v.unsqueeze(-2),
+            d_multiplier=None if d is None else d.unsqueeze(-1),
+        )

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pmaf.gradients.eigenvectors import differences, turn_inside
+from pmaf.linalg.products import long_norm
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.solvers import Krylov, Solver
 from pmaf.tangent.general import gmres
+from pmaf.tangent.metric import Metric
 from pmaf.tangent.residuals import Product, Solved, conjugate_residuals
 
 _KRYLOV = Krylov()
@@ -38,24 +40,56 @@ def options_of(solver: Solver) -> Krylov:
 
 def eigenvector_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of the tensors of the operator, for eigenvectors `(*, k, n)`."""
+    given, values = _as_rows(problem, given)
+    seen, y = given.seen, given.y
+    if problem.symmetric:
+        return _symmetric_pull(seen, _tangent(given, values), y, given.needs)
+    return seen.pull_back(seen.lift(_bordered(given, values)), seen.lift(y), given.needs)
+
+
+def pair_gradients(
+    problem: Any, given: Incoming, own: Rows, metric: Metric
+) -> Sequence[Tensor | None]:
+    """Gradients of the tensors of `A` and of `M`, for eigenvectors `(*, k, n)` of a pair.
+
+    Args:
+        own: products with `M`.
+        metric: that of `M`.
+    """
+    given, values = _as_rows(problem, given)
+    y, v, count = given.y, given.v, len(given.seen.A.tensors)
+    z = _tangent(given, values, metric)
+    dA = _symmetric_pull(given.seen, z, y, given.needs[:count])
+    left = values.unsqueeze(-1) * z
+    if v is not None:
+        # The length of a vector, and the angle between two, change with M.
+        inside = torch.bmm(v, y.mT)
+        left = left + torch.bmm(0.25 * (inside + inside.mT), y)
+    return [*dA, *_symmetric_pull(own, -left, y, given.needs[count:])]
+
+
+def _as_rows(problem: Any, given: Incoming) -> tuple[Incoming, Tensor]:
+    """The same with rows `(B, k, n)`, and the eigenvalues, all in the units of the search."""
     seen, values = given.seen, given.seen.values
     assert values is not None
     y = given.y.reshape(seen.entries, problem.width, -1)
     v = None if given.v is None else given.v.reshape(y.shape)
     d_values = given.d_multiplier
-    # Gradients of the eigenvalues in the units of the search.
     d_values = None if d_values is None else seen.back(d_values.reshape(values.shape))
-    solve = _tangent if problem.symmetric else _bordered
-    z = solve(given._replace(y=y, v=v, d_multiplier=d_values), values)
-    left, right = z, y
-    if problem.symmetric and not seen.A.symmetric:
-        # The problem depends on the symmetric part of A, so its gradient is symmetric.
-        left, right = 0.5 * torch.cat([z, y], -2), torch.cat([y, z], -2)
-    return seen.pull_back(seen.lift(left), seen.lift(right), given.needs)
+    return given._replace(y=y, v=v, d_multiplier=d_values), values
 
 
-def _tangent(given: Incoming, values: Tensor) -> Tensor:
-    """`z` such that the gradient is that of `Σ zᵀAy`, for a symmetric matrix."""
+def _symmetric_pull(
+    seen: Rows, left: Tensor, right: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of `Σ leftᵀAright` for the symmetric part of `A`; they are symmetric, too."""
+    if not seen.A.symmetric:
+        left, right = 0.5 * torch.cat([left, right], -2), torch.cat([right, left], -2)
+    return seen.pull_back(seen.lift(left), seen.lift(right), needs)
+
+
+def _tangent(given: Incoming, values: Tensor, metric: Metric | None = None) -> Tensor:
+    """`z` such that the gradient is that of `Σ zᵀAy`, for a symmetric matrix, or a pair."""
     seen, y, v, d_values = given.seen, given.y, given.v, given.d_multiplier
     along = None if d_values is None else d_values.unsqueeze(-1) * y
     if v is None:
@@ -69,6 +103,7 @@ def _tangent(given: Incoming, values: Tensor) -> Tensor:
         scale=seen.scale,
         limit=given.options.max_products,
         agreed=seen.agreed,
+        metric=metric,
     )
     given.report.fill(solved.residual, solved.products, solved.converged)
     z = solved.rows
@@ -76,7 +111,9 @@ def _tangent(given: Incoming, values: Tensor) -> Tensor:
         # Rounding is relative to the largest modulus, which need not be that of a wanted value.
         difference, apart = differences(values, seen.scale[:, None, None])
         # Exchanging the vectors of a pair changes the signs of numerator and denominator.
-        half = turn_inside(v, y) / torch.where(apart, difference, 1)
+        # Rounding is that of unit vectors, and those of a pair have any length.
+        unit = 1.0 if metric is None else long_norm(y).amax(-1)[:, None, None]
+        half = turn_inside(unit * v, y / unit) / torch.where(apart, difference, 1)
         z = z + torch.bmm(torch.where(apart, half, 0), y)
     return z if along is None else z + along
 

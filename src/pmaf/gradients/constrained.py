@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.gradients.base import Reverse
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import singular_spectrum
 from pmaf.linalg.products import matvec, outer_sum, rmatvec
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Basis
 from pmaf.tangent.kkt import Point, Tensors, kkt_solve
 
@@ -171,18 +171,13 @@ def decomposed(A: Tensor, multiplier: Tensor) -> tuple[Basis, Tensor]:
     return Basis(spectrum.basis, spectrum.spread), gap
 
 
-def constrained_gradients(
-    layout: Layout,
-    ball: bool,
-    tensors: Tensors,
-    y: Tensor,
-    state: State,
-    v: Tensor | None,
-    d_multiplier: Tensor | None,
-) -> Tensors:
+def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors:
     """Gradients of the two tensors, given those of the solution and of its multiplier."""
-    A, M, b, weights, radius = layout.split(*tensors)
-    kept, gap, found = state.kept, state.gap, state.shift
+    first, second = given.tensors
+    tensors = first, second
+    y, v, d_multiplier = given.y, given.v, given.d_multiplier
+    A, M, b, weights, radius = layout.split(first, second)
+    found, gap, kept = given.state
     if not isinstance(kept, Basis):
         fixed = scaled(A.detach(), b.detach(), None if weights is None else weights.detach())
         kept, gap = decomposed(fixed[0], found)

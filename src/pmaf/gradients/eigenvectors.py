@@ -31,6 +31,7 @@ from torch.autograd.functional import jacobian
 from pmaf.gradients.base import Gradient, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain, require_eager
@@ -382,7 +383,7 @@ def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor],
     if isinstance(found.kept, Decomposition):
         values, vectors = found.kept.values, found.kept.rows.mT
     else:
-        values, vectors = torch.linalg.eigh(symmetric_part(fixed))
+        values, vectors = eigh(symmetric_part(fixed))
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
     scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(A.dtype) * scale

@@ -24,6 +24,7 @@ from torch.autograd.functional import jacobian
 
 from pmaf.gradients.base import Gradient, contract
 from pmaf.gradients.implicit import Implicit
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.gram import promoted, singular_spectrum
 from pmaf.linalg.products import dot, matvec, outer_sum, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, merged, noise_tolerance
@@ -64,7 +65,7 @@ class DeclaredSystem:
 
     def _decomposed(self, tensors: Tensors, shift: Tensor) -> tuple[Basis, Tensor]:
         M, _ = self.problem.with_tensors(*tensors).quadratic()
-        values, vectors = torch.linalg.eigh(symmetric_part(M))
+        values, vectors = eigh(symmetric_part(M))
         size = values.abs().amax(-1)
         tolerance = merge_tolerance(M.dtype)
         spread = merged(values - values[..., :1], size.unsqueeze(-1), tolerance)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
+from pmaf.gradients.base import Reverse
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
@@ -142,40 +143,37 @@ def pulled(
 class SingularConditions:
     """Optimality conditions of requested right singular vectors, all of them at once."""
 
-    tensors: Tensors
-    y: Tensor  # (*, k, n), the vectors as rows
-    values: Tensor  # (*, k), the singular values
-    d_values: Tensor | None  # (*, k), incoming gradient of the values
-    state: State
+    given: Reverse  # the vectors as rows (*, k, n), the singular values as shifts (*, k)
     largest: bool
     single: bool
 
     def tangent_solve(self, v: Tensor | None) -> Tensor:
-        """`z` for the incoming gradients `v` of the vectors and `d_values` of the values."""
-        y, values, k = self.y, self.values, self.values.shape[-1]
+        """`z` for the incoming gradients `v` of the vectors and those of the singular values."""
+        tensors, y, state, _, _, d_values, _ = self.given
+        values, k = state.shift, state.shift.shape[-1]
         along = None
-        if self.d_values is not None:
+        if d_values is not None:
             # Of a singular value that is zero, zero is one of the subgradients.
-            size = torch.linalg.matrix_norm(rooted(*(x.detach() for x in self.tensors)))
+            size = torch.linalg.matrix_norm(rooted(*(x.detach() for x in tensors)))
             zero = values <= (accuracy(y.dtype, self.single) * size).unsqueeze(-1)
-            weight = (0.5 * self.d_values / torch.where(zero, 1, values)).masked_fill(zero, 0)
+            weight = (0.5 * d_values / torch.where(zero, 1, values)).masked_fill(zero, 0)
             along = weight.unsqueeze(-1) * y
         if v is None:
             assert along is not None
             return along
         shift = torch.diag_embed(values.square())
         if k > 1 and torch.is_grad_enabled():  # the coupling is zero, its derivative is not
-            A, weights = (*self.tensors, None)[:2]
+            A, weights = (*tensors, None)[:2]
             assert A is not None
             image = y @ A.mT
             eye = torch.eye(k, dtype=torch.bool, device=y.device)
             shift = shift + (weighted(image, weights) @ image.mT).masked_fill(eye, 0)
         system = _GramSystem(self.largest, self.single)
-        z = tangent_solve(system, v, y, self.tensors, shift, self.state)
+        z = tangent_solve(system, v, y, tensors, shift, state)
         return z if along is None else z + along
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        return pulled(z, self.y, self.tensors, needs)
+        return pulled(z, self.given.y, self.given.tensors, needs)
 
 
 def singular_newton(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
+from pmaf.gradients.base import Reverse
 from pmaf.linalg.products import dot, norm
 from pmaf.linalg.singular import accuracy, pair_basis
 from pmaf.runtime.log import took
@@ -180,33 +181,30 @@ def pulled(z: Tensor, y: Tensor, A: Tensor) -> Tensor:
 class TripletConditions:
     """Optimality conditions of requested triplets, all of them at once."""
 
-    A: Tensor
-    y: Tensor  # (*, k, m + n), left and right vectors as rows
-    values: Tensor  # (*, k)
-    d_values: Tensor | None  # (*, k), incoming gradient of the values
-    state: State
+    given: Reverse  # left and right vectors as rows (*, k, m + n), the values as shifts (*, k)
     largest: bool
     single: bool
 
     def tangent_solve(self, g: Tensor | None) -> Tensor:
-        """`z` for the incoming gradients `g` of the vectors and `d_values` of the values."""
-        y, k = self.y, self.values.shape[-1]
-        along = None if self.d_values is None else 0.5 * self.d_values.unsqueeze(-1) * y
+        """`z` for the incoming gradients `g` of the vectors and those of the values."""
+        (A,), y, state, _, _, d_values, _ = self.given
+        values, k = state.shift, state.shift.shape[-1]
+        along = None if d_values is None else 0.5 * d_values.unsqueeze(-1) * y
         if g is None:
             assert along is not None
             return along
-        shift = torch.diag_embed(self.values)
+        shift = torch.diag_embed(values)
         if k > 1 and torch.is_grad_enabled():  # the coupling is zero, its derivative is not
-            u, v = halves(y, self.A.shape[-2])
+            u, v = halves(y, A.shape[-2])
             eye = torch.eye(k, dtype=torch.bool, device=y.device)
-            coupling = (u @ self.A @ v.mT).masked_fill(eye, 0)
+            coupling = (u @ A @ v.mT).masked_fill(eye, 0)
             shift = shift + 0.5 * (coupling + coupling.mT)
-        system, border = _PairSystem(self.largest, self.single), _both(y, self.A.shape[-2])
-        z = tangent_solve(system, g, border, (self.A,), shift, self.state)
+        system, border = _PairSystem(self.largest, self.single), _both(y, A.shape[-2])
+        z = tangent_solve(system, g, border, (A,), shift, state)
         return z if along is None else z + along
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        return (pulled(z, self.y, self.A),)
+        return (pulled(z, self.given.y, self.given.tensors[0]),)
 
 
 def triplet_newton(

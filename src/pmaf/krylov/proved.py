@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import norm, solve_factored, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart, fixed_rows
@@ -58,7 +59,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
         torch.div(w, length.unsqueeze(-1).clamp_min(tiny), out=Q[:, m : m + 1])
         if m < check and m < limit:
             continue
-        theta, s = torch.linalg.eigh(T[:, :m, :m])
+        theta, s = eigh(T[:, :m, :m])
         scale = theta.abs().amax(-1)
         rest = (length * s[:, -1, -k:].abs()).amax(-1)
         gap = theta[:, -k] - theta[:, max(m - k - 1, 0)]
@@ -107,7 +108,7 @@ def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
     wide = dtype if rows.device.type == "mps" else torch.float64
     basis = torch.linalg.qr(rows.mT.to(wide)).Q.mT
     small = torch.bmm(basis, part.exact(basis.to(dtype)).to(wide).mT)
-    turn = torch.linalg.eigh(symmetric_part(small)).eigenvectors
+    turn = eigh(symmetric_part(small)).vectors
     return torch.bmm(turn[..., -(rows.shape[-2] // 2) :].flip(-1).mT, basis).to(dtype)
 
 
@@ -122,7 +123,7 @@ def certificate(
     matrix = torch.baddbmm(part.formed(of), lift.mT, y, beta=-1)
     shift = values[:, -1] - merge_tolerance(y.dtype) * scale
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
-    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor, info = cholesky(matrix)
     return factor, info == 0
 
 

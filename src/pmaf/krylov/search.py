@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pmaf.krylov.space import Space
-from pmaf.linalg.products import long_norm, one_if_zero
+from pmaf.krylov.space import MetricSpace, Space
+from pmaf.linalg.products import one_if_zero
+from pmaf.tangent.metric import Metric
 from pmaf.tangent.residuals import Product, conjugate_residuals
 
 
@@ -36,7 +37,7 @@ class Task(Protocol):
     def inside(self, space: Space) -> Inside: ...
 
     def residual(self, values: Tensor, rows: Tensor, images: Tensor) -> Tensor:
-        """`(B, w, n)`, zero at a solution."""
+        """`(B, w, n)`, zero at a solution; with a metric `M`, for rows times `M`."""
         ...
 
     def system(self, product: Product) -> Product | None:
@@ -67,6 +68,7 @@ def search(
     limit: int,
     symmetric: bool,
     agreed: Callable[[Tensor], bool],
+    metric: Metric | None = None,
 ) -> Found:
     """Grow a space until the residual is small, relative to the scale of the task.
 
@@ -77,8 +79,11 @@ def search(
         tolerance: on the residual.
         limit: on the products.
         agreed: whether a mask `(B,)` is true for all entries, as seen by all ranks.
+        metric: `M`, for `M⁻¹` times a symmetric product, and rows that are orthonormal in it.
     """
     space = Space(product, start, size, symmetric)
+    if metric is not None:
+        space = MetricSpace(product, start, size, metric)
     ahead = rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
@@ -86,9 +91,10 @@ def search(
     while True:
         if space.full or space.width >= look:
             inside = task.inside(space)
-            rows, images = inside.rows.bmm(space.rows), inside.rows.bmm(space.images)
-            rest = task.residual(inside.values, rows, images)
-            lengths = long_norm(rest) / one_if_zero(inside.scale).unsqueeze(-1)
+            rows, duals, images = space.combined(inside.rows)
+            force = task.residual(inside.values, duals, images)
+            rest = space.raised(force)
+            lengths = space.length(rest, force) / one_if_zero(inside.scale).unsqueeze(-1)
             wanted = task.wanted
             residual = lengths[:, :wanted].amax(-1)
             done = residual <= tolerance
@@ -139,14 +145,15 @@ def search(
                         system,
                         inside.values[:, : ours.shape[1]],
                         rows,
-                        ours,
+                        force[:, : ours.shape[1]],
                         scale=inside.scale,
                         limit=_CORRECT_TO,
                         agreed=agreed,
                         tolerance=_CORRECT_BY,
+                        metric=metric,
                     )
                     space.products += step.products
-                    length = long_norm(step.rows).unsqueeze(-1)
+                    length = space.length(step.rows).unsqueeze(-1)
                     # Only the direction of the step matters, however short the step is.
                     scaled = space.reach.unsqueeze(-1) * step.rows / one_if_zero(length)
                     rest = torch.cat([torch.where(length > 0, scaled, ours), others], 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pmaf.krylov.search import Inside
 from pmaf.krylov.space import Space
+from pmaf.linalg.decompositions import eigenvalues, eigh
 from pmaf.linalg.gram import Spectrum
 from pmaf.linalg.products import long_norm, one_if_zero
 from pmaf.linalg.roundings import TIED, merge_tolerance, merged
@@ -35,7 +36,7 @@ class Largest:
         self.copies, self.skip = copies, skip
 
     def inside(self, space: Space) -> Inside:
-        theta, s = torch.linalg.eigh(space.matrix)
+        theta, s = eigh(space.matrix)
         w, j, k = self.width, space.width, self.wanted
         kept = max(w, min(j - w, w + (j - w) // 2))
         # The gaps between the requested eigenvalues, and to the next one.
@@ -143,7 +144,7 @@ class Lowest:
         self.pull = long_norm(g).squeeze(-1)
 
     def inside(self, space: Space) -> Inside:
-        theta, s = torch.linalg.eigh(space.matrix)
+        theta, s = eigh(space.matrix)
         spread = merged(theta - theta[:, :1], theta[:, -1:], merge_tolerance(theta.dtype))
         spectrum = Spectrum(s.mT, spread, theta[:, 0], True)
         c = (self._seen(space, self.g).unsqueeze(-2) @ s).squeeze(-2)
@@ -160,7 +161,7 @@ class Lowest:
         y = row @ s
         aside = torch.eye(space.width, dtype=y.dtype, device=y.device) - y.mT @ y
         beside = aside @ inside @ aside + (scale + gap)[:, None, None] * (y.mT @ y)
-        curvature = torch.linalg.eigvalsh(beside)[:, 0]
+        curvature = eigenvalues(beside)[:, 0]
         multiplier = (gap - theta[:, 0]).unsqueeze(-1)
         return Inside(multiplier, row, kept, gap, scale, theta[:, :0], curvature)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pmaf import errors
 from pmaf.autograd.forward_mode import STEPS
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, weighted_gradients
 from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
 from pmaf.linalg import sphere
@@ -35,7 +36,6 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Outcome
 from pmaf.solvers.exact import solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
-from pmaf.tangent.bordered import State
 from pmaf.tangent.kkt import Point, invert
 
 
@@ -153,20 +153,8 @@ class ConstrainedLeastSquares(Problem):
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return weighted_gradients(self, given, sphere.reaches(given.y) if self.ball else None)
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        first, second = tensors
-        return constrained_gradients(
-            self.layout, self.ball, (first, second), y, state, v, d_multiplier
-        )
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        return constrained_gradients(self.layout, self.ball, given)
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]

@@ -1,4 +1,7 @@
-"""Complex matrices: both layers by the real embedding of `linalg/embedding.py`.
+"""Complex matrices: both layers by the real embedding of `linalg/embedding.py`, or by kernels.
+
+Compiled kernels find and differentiate the eigenvectors of small matrices (`small`). Everything
+else is embedded.
 
 Least squares need nothing else: a complex problem is a real one of twice the size. An eigenvector
 of a Hermitian matrix is free up to its phase. Its embedding has pairs of eigenvectors, those of `y`
@@ -10,7 +13,7 @@ is such a function; the phase is fixed by differentiable operations, after the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,8 +23,10 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.attach import attach_found
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import (
     complex_rows,
     independent_rows,
@@ -29,7 +34,7 @@ from pmaf.linalg.embedding import (
     real_matrix,
     real_rows,
 )
-from pmaf.linalg.products import dot, norm
+from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
@@ -41,7 +46,6 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Adaptive, Krylov, Solver
 from pmaf.solvers.auto import best_eigenvectors, is_reduced
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.bordered import State
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import Decomposition
 
@@ -147,7 +151,7 @@ def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
     return Solution(vectors, values, residual, gap, iterations, converged)
 
 
-def phases(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
+def phases(problem: Any, y: Tensor) -> Tensor:
     """The factors `(*, k, 1)` that give unit rows `(*, k, n)` their phases, differentiably.
 
     They make `rᴴy` positive, or the component that `reference` names. Where that is rounding, the
@@ -182,55 +186,29 @@ def phases(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HermitianEigenvector(PrincipalEigenvectors):
-    """One eigenvector of a complex matrix, in the default phase, that the kernels have found.
+class HermitianEigenvectors(PrincipalEigenvectors):
+    """Eigenvectors of a complex matrix, in the default phase, that the kernels have found.
 
-    Its derivative is that of the common path, in fewer steps. The phase makes the sum of `y` real,
-    so that an incoming gradient `v` counts as `v + i·Im(vᴴy)/Σy`, which is orthogonal to `iy`.
+    The kernels differentiate once. Other derivatives are those of the embedding, in fewer steps
+    than by the common path: the phase makes the sum of `y` real, so that an incoming gradient `v`
+    counts as `v + i·Im(vᴴy)/Σy`, which is orthogonal to `iy`.
     """
 
-    def differentiate(
-        self,
-        A: Tensor,
-        y: Tensor,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        columns: bool,
-    ) -> Tensor | None:
-        z = None if d_multiplier is None else y * d_multiplier.unsqueeze(-1)
-        if v is not None:
-            took("tangent: compiled")
-            E = real_matrix(A if self.largest else -A)
-            pair, right = paired_rows(y.unsqueeze(-2)), real_rows(_along(y, v)).unsqueeze(-2)
-            shift = dot(pair[..., :1, :], pair[..., :1, :] @ E.mT)
-            solved, failed = native.complement_solve(E, shift, pair, right)
-            if failed is not None:
-                return None
-            solved = complex_rows(solved.squeeze(-2))
-            solved = solved if self.largest else -solved
-            z = solved if z is None else z.add_(solved)
-        assert z is not None
-        outer = (0.5 * z).unsqueeze(-1) * y.conj().unsqueeze(-2)
-        return outer + outer.mH
-
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        (A,) = tensors
-        posed = _pair(self.largest)
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.single else given
+        (A,), y, state, _, v, d, _ = given
+        posed = _embedded(y.shape[-2], self.largest)
         embedding: Any = torch.func.vjp(real_matrix, A)
         E, pull = embedding
-        v = None if v is None else _paired(real_rows(_along(y, v)))
-        d = None if d_multiplier is None else _paired(d_multiplier.unsqueeze(-1)).squeeze(-1)
-        state = state._replace(shift=state.shift.unsqueeze(-1).expand(*state.shift.shape, 2))
-        (dE,) = posed.gradients((E,), paired_rows(y.unsqueeze(-2)), state, rule, v, d, needs)
+        (dE,) = posed.gradients(
+            given._replace(
+                tensors=(E,),
+                y=paired_rows(y),
+                state=state._replace(shift=state.shift.repeat_interleave(2, -1)),
+                v=None if v is None else _paired(real_rows(_along(y, v)), -2),
+                d_multiplier=None if d is None else _paired(d, -1),
+            )
+        )
         return pull(dE)
 
 
@@ -240,19 +218,21 @@ def _along(y: Tensor, v: Tensor) -> Tensor:
     return v + torch.complex(torch.zeros_like(turn), turn)
 
 
-def _paired(x: Tensor) -> Tensor:
-    """Rows `(*, 2, n)`, of which the second is zero."""
-    return torch.stack([x, torch.zeros_like(x)], -2)
+def _paired(x: Tensor, dim: int) -> Tensor:
+    """The slices along a negative `dim`, each of them followed by zeros."""
+    return torch.stack([x, torch.zeros_like(x)], dim).flatten(dim - 1, dim)
 
 
-@functools.lru_cache(maxsize=2)
-def _found(largest: bool) -> Any:
-    return HermitianEigenvector.read({"largest": largest, "symmetric": True, "skip": 0})
+@functools.lru_cache(maxsize=64)
+def _found(k: int | None, largest: bool) -> Any:
+    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
+    return HermitianEigenvectors.read(options)
 
 
-@functools.lru_cache(maxsize=2)
-def _pair(largest: bool) -> Any:
-    return EmbeddedEigenvectors.read({"k": 2, "largest": largest, "symmetric": True, "skip": 0})
+@functools.lru_cache(maxsize=64)
+def _embedded(k: int, largest: bool) -> Any:
+    options = {"k": 2 * k, "largest": largest, "symmetric": True, "skip": 0}
+    return EmbeddedEigenvectors.read(options)
 
 
 def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
@@ -262,27 +242,15 @@ def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     shape = A.shape
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
-    if not (k is None and square and A.dtype in _COMPLEX and plain(A)) or forward_mode(A):
+    if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
-    E = real_matrix(A.detach())
-    if not is_reduced(E, 1):
-        return None
-    values, rows, failed = native.largest_pairs(E, None, largest)
+    values, vectors, failed = native.largest_pairs(A.detach(), k, largest, columns=True)
     if failed is not None:
         return None
-    y = complex_rows(rows)
-    total = y.sum(-1, keepdim=True)
-    size = total.abs()
-    if not bool(size.amin() > merge_tolerance(y.dtype) * shape[-1] ** 0.5):
-        return None
-    y = y * (total.conj() / size)
-    took("ied: reduction")
+    took("ied: complex reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        y, values = attach_found(A, (y, values), _found(largest))
-    return Eigenpairs(values, y)
-
-
-_COMPLEX = (torch.complex64, torch.complex128)
+        vectors, values = attach_found(A, None, (vectors, values), (), _found(k, largest))
+    return Eigenpairs(values, vectors)
 
 
 def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
@@ -296,7 +264,7 @@ def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
 
 def reduced_pair(A: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`C = L⁻¹AL⁻ᴴ` and `L` for `M = LLᴴ`, of the Hermitian parts, and where there is no `L`."""
-    L, info = torch.linalg.cholesky_ex(0.5 * (M + M.mH))
+    L, info = cholesky(0.5 * (M + M.mH))
     left = torch.linalg.solve_triangular(L, 0.5 * (A + A.mH), upper=False)
     return torch.linalg.solve_triangular(L, left.mH, upper=False), L, info != 0
 

@@ -16,6 +16,7 @@ from pmaf import errors, native
 from pmaf.autograd.attach import attach_found
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, eigenvector_gradients
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
@@ -23,6 +24,7 @@ from pmaf.gradients.eigenvectors import (
     symmetric_newton,
 )
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
 from pmaf.operators.base import Operator, as_operator, known_by_products
@@ -35,9 +37,8 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors, is_reduced
 from pmaf.solvers.base import Eigenvectors, Outcome
-from pmaf.tangent.bordered import State
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Kept, Nothing
+from pmaf.tangent.kept import Nothing
 
 
 class Eigenpairs(NamedTuple):
@@ -220,7 +221,7 @@ class PrincipalEigenvectors(Problem):
 
     def spectrum(self) -> Tensor:
         """All eigenvalues of the symmetric part, descending, `(*, n)`."""
-        return torch.linalg.eigvalsh(self.operand().detach()).flip(-1)
+        return eigenvalues(self.operand().detach()).flip(-1)
 
     def modulus_gap(self, moduli: Tensor | None = None) -> Tensor:
         """Distance in modulus between the dominant eigenvalue and the next, `(*,)`."""
@@ -281,50 +282,35 @@ class PrincipalEigenvectors(Problem):
             self, value
         )
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kind: type[Kept],
-        kept: Sequence[Tensor | None],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        (A,), k = tensors, self.width
+    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+        (A,), k = given.tensors, self.width
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
-        if not (kind is Nothing and small and self.symmetric and native.takes(A)):
+        free = isinstance(given.state.kept, Nothing)
+        if not (free and small and self.symmetric and native.takes(A)):
             return None
-        dA = self.differentiate(A, y.contiguous(), v, d_multiplier, columns=False)
+        took("tangent: compiled")
+        y, v, d_multiplier = given.y.contiguous(), given.v, given.d_multiplier
+        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest, columns=False)
         return None if dA is None else (dA,)
 
     def differentiate(
         self,
-        A: Tensor,
-        y: Tensor,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        columns: bool,
-    ) -> Tensor | None:
-        """The gradient of `A` by compiled kernels, None where they fail."""
-        took("tangent: compiled")
-        return native.eigenvector_gradient(A, y, self.width, v, d_multiplier, self.largest, columns)
-
-    def gradients(
-        self,
         tensors: tuple[Tensor, ...],
         y: Tensor,
-        state: State,
-        rule: Gradient,
+        kept: Sequence[Tensor],
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if self.single:
-            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
-            v = None if v is None else v.unsqueeze(-2)
-            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
-        (A,) = tensors
+    ) -> tuple[Tensor | None, ...] | None:
+        """Gradients by the kernels that have found `y`, as columns; None where they fail."""
+        took("tangent: compiled")
+        (A,), k, largest = tensors, self.width, self.largest
+        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, largest, columns=True)
+        return None if dA is None else (dA,)
+
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.single else given
+        (A,), y, state, rule, v, d_multiplier, _ = given
         if not self.largest:  # the largest of −A
             A, state = -A, state._replace(shift=-state.shift)
             d_multiplier = None if d_multiplier is None else -d_multiplier
@@ -514,8 +500,15 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
         return None
     took("ied: reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, (vectors, values), _bare(k, largest))
+        vectors, values = attach_found(A, None, (vectors, values), (), _bare(k, largest))
     return Eigenpairs(values, vectors)
+
+
+def _small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The same for a pair."""
+    from pmaf.layers.pairs import small_pair
+
+    return small_pair(A, M, k, largest)
 
 
 def ied(
@@ -577,13 +570,12 @@ def ied(
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
-        and M is None
         and skip == 0
         and init is None
         and generator is None
         and isinstance(A, Tensor)
     ):
-        found = _small(A, k, largest)
+        found = _small(A, k, largest) if M is None else _small_pair(A, M, k, largest)
         if found is not None:
             return found
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)

@@ -1,18 +1,25 @@
-"""Implicit singular value decomposition: one or a few triplets `Av = σu`, `Aᵀu = σv`."""
+"""Implicit singular value decomposition: one or a few triplets `Av = σu`, `Aᵀu = σv`.
+
+Those of a complex matrix are `Av = σu`, `Aᴴu = σv`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pmaf import errors
 from pmaf.autograd.image import image
-from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients import Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
+from pmaf.layers.complex_singular import EmbeddedSingularVectors
 from pmaf.layers.nullspace import PrincipalSingularVectors
+from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
 from pmaf.linalg.roundings import rank_tolerance
 from pmaf.operators import Operator, as_operator
@@ -22,7 +29,6 @@ from pmaf.runtime import ranks
 from pmaf.solution import Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
-from pmaf.tangent.bordered import State
 
 
 class SingularTriplets(NamedTuple):
@@ -57,20 +63,9 @@ class _PrincipalTriplets(PrincipalSingularVectors):
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (*self.batch_shape, *self.vectors, self.n), (*self.batch_shape, *self.vectors)
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        conditions: Any = TripletConditions(
-            tensors[0], y, state.shift, d_multiplier, state, self.largest, self.single
-        )
-        return rule.pullback(conditions, v, needs)  # pyright: ignore[reportArgumentType]
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        conditions: Any = TripletConditions(given, self.largest, self.single)
+        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
@@ -88,6 +83,11 @@ class _PrincipalTriplets(PrincipalSingularVectors):
         return as_solution(outcome)
 
 
+@dataclass(frozen=True, eq=False)
+class _EmbeddedTriplets(EmbeddedSingularVectors, _PrincipalTriplets):
+    """The triplets of the embedding of a complex matrix, in pairs of `(u, v)` and `(iu, iv)`."""
+
+
 _AUTO, _IMPLICIT = Auto(), Implicit()
 
 
@@ -103,15 +103,16 @@ def isvd(
     """Singular triplets, one or k of them, differentiable.
 
     Gradients are finite and exact whenever the requested singular values are simple, however often
-    other singular values repeat; of a square matrix also where one of them is zero.
+    other singular values repeat; of a real square matrix also where one of them is zero.
 
     Args:
-        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16 are
-            computed in float32. Or a sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+        A: `(*, m, n)`, tall, square or wide, of float32 or float64, complex64 or complex128;
+            float16 and bfloat16 are computed in float32. Or a sparse tensor, a DTensor, or an
+            operator of `pmaf.operators`.
         k: how many, at most `min(m, n)`; None for one, without a dimension for it.
         largest: the largest singular values, or the smallest; either in descending order.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each right vector is chosen,
-            as in `pmaf.ied`.
+            or its phase if it is complex, as in `pmaf.ied`; the left vector follows.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         init: `(*, n)` or `(*, n, k)`, right vectors, the start of a search by products.
 
@@ -142,28 +143,33 @@ def isvd(
     if isinstance(A, Operator):
         found = _by_products(A, given, solver, init)
     else:
-        found = _directly(A if m >= n else A.mT, given, solver)
+        found = _directly(A, given, solver)
     left, values, right = found if m >= n else found[::-1]
-    # The sign of a triplet is that of its right vector.
+    # The sign of a triplet is that of its right vector, and so is its phase.
     signs = given.signs(right.mT).unsqueeze(-2)
     left, right = left * signs, right * signs
     if k is None:
         left, values, right = left.squeeze(-1), values.squeeze(-1), right.squeeze(-1)
-    return SingularTriplets(
-        *(ranks.replicate(x.to(dtype), _mesh(A)) for x in (left, values, right))
-    )
+    left, values, right = left.to(dtype), values.to(dtype.to_real()), right.to(dtype)
+    return SingularTriplets(*(ranks.replicate(x, _mesh(A)) for x in (left, values, right)))
 
 
 def _directly(
     A: Tensor, given: PrincipalSingularVectors, solver: Solver | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors as columns, and values, descending, of a tensor that is not wide."""
-    problem = _PrincipalTriplets(A, None, given.width, given.largest)
+    """Vectors as columns, and values, descending; of the transpose of a wide tensor."""
+    kind, copies = (_EmbeddedTriplets, 2) if A.is_complex() else (_PrincipalTriplets, 1)
+    # The embedding of the conjugate transpose is the transpose of the embedding.
+    A = real_matrix(A) if A.is_complex() else A
+    A = A if A.shape[-2] >= A.shape[-1] else A.mT
+    problem = kind(A, None, copies * given.width, given.largest)
     found = problem.run(solver or _AUTO, _IMPLICIT, report=False)
-    rows, values = found.value, found.multiplier
+    rows, values = found.value[..., ::copies, :], found.multiplier[..., ::copies]
     if not given.largest:
         rows, values = rows.flip(-2), values.flip(-1)
     left, right = halves(rows, A.shape[-2])
+    if copies == 2:
+        left, right = complex_rows(left), complex_rows(right)
     return left.mT, values, right.mT
 
 
@@ -200,3 +206,34 @@ def _on_ranks(
     mine = {"reference": given.reference, **parts.inputs}
     found = isvd(mine.pop("A"), given.k, largest=given.largest, solver=solver, **mine)
     return SingularTriplets(*(parts.join(x) for x in found))
+
+
+class ISVD(nn.Module):
+    """`pmaf.isvd` as a module, with the same keywords and results.
+
+    >>> import torch, pmaf
+    >>> pmaf.ISVD(k=3)
+    ISVD(k=3, largest=True, solver=Auto())
+    """
+
+    def __init__(
+        self, k: int | None = None, *, largest: bool = True, solver: Solver | None = None
+    ) -> None:
+        super().__init__()
+        self.k, self.largest, self.solver = k, largest, solver or Auto()
+
+    def forward(
+        self,
+        A: Tensor | Operator,
+        reference: Tensor | int | str | None = None,
+        init: Tensor | None = None,
+    ) -> SingularTriplets:
+        return isvd(
+            A, self.k, largest=self.largest, reference=reference, solver=self.solver, init=init
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        errors.refuse_script(self)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k!r}, largest={self.largest!r}, solver={self.solver!r}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pmaf import errors, native
 from pmaf.certificate import certify_minimum
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.constrained import Layout, scaled, times
 from pmaf.gradients.minimum import LeastSquaresConditions
@@ -41,7 +42,7 @@ from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
 from pmaf.solvers.base import LeastSquares, Outcome
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Exact, Kept
+from pmaf.tangent.kept import Exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,63 +200,39 @@ class SphereLeastSquares(Problem):
         rows = SphereLeastSquares(A, b)
         return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kind: type[Kept],
-        kept: Sequence[Tensor | None],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        (A, b), (multiplier, gram) = tensors, kept
-        if kind is not Exact or d_multiplier is not None or A.shape[:-2] != b.shape[:-1]:
+    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+        (A, b), kept, v = given.tensors, given.state.kept, given.v
+        alike = A.shape[:-2] == b.shape[:-1]
+        if not (isinstance(kept, Exact) and given.d_multiplier is None and alike):
             return None
         assert v is not None
-        assert multiplier is not None
         took("tangent: compiled")
-        return native.least_squares_gradient(A, b, y, v, multiplier, gram, needs)
+        return native.least_squares_gradient(A, b, given.y, v, *kept, given.needs)
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if isinstance(state.kept, Exact):
-            return self._other_gradients(tensors, y, state, rule, v, d_multiplier, needs)
-        return super().gradients(tensors, y, state, rule, v, d_multiplier, needs)
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        if isinstance(given.state.kept, Exact):
+            return self._other_gradients(given)
+        return super().gradients(given)
 
-    def _other_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+    def _other_gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         """Higher derivatives, and those of the multiplier, after a solve by compiled kernels.
 
         They need an eigenbasis, and units in which squares are in the range of the dtype.
         """
+        tensors, d_multiplier = given.tensors, given.d_multiplier
         scaled: Any = torch.func.vjp(lambda A, b: in_range(A, b, 1.0)[:2], *tensors)
         (A, b), pull = scaled
         _, _, exponents = in_range(tensors[0].detach(), tensors[1].detach(), 1.0)
-        shift = state.shift
+        shift = given.state.shift
         if exponents is not None:
             shift = times_power(shift, -exponents)
             d_multiplier = None if d_multiplier is None else times_power(d_multiplier, exponents)
         fixed = self.with_tensors(A.detach(), b.detach())
-        basis = SECULAR.solve(fixed, init=y.detach(), report=False)
+        basis = SECULAR.solve(fixed, init=given.y.detach(), report=False)
         state = State(shift, basis.gap, basis.kept)
-        found = super().gradients((A, b), y, state, rule, v, d_multiplier, needs)
+        found = super().gradients(
+            given._replace(tensors=(A, b), state=state, d_multiplier=d_multiplier)
+        )
         zeros = (torch.zeros_like(x) if dx is None else dx for x, dx in zip((A, b), found))
         whole = pull(tuple(dx.sum_to_size(x.shape) for dx, x in zip(zeros, (A, b))))
         return tuple(None if dx is None else x for x, dx in zip(whole, found))

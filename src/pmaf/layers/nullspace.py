@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
+from pmaf.layers.hermitian import phases
 from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg.products import broadcast, dot, frobenius
 from pmaf.linalg.roundings import blame_range, rank_tolerance, square_range
@@ -25,20 +27,19 @@ from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
-from pmaf.tangent.bordered import State
 
 
 @dataclass(frozen=True, eq=False)
 class PrincipalSingularVectors(Problem):
     """The problem `max ‖√W A u‖²` subject to `uᵀu = I`, or its minimum, one per batch entry.
 
-    The solution is made of right singular vectors of `√W A`, with `W` the diagonal matrix of the
+    The solution consists of right singular vectors of `√W A`, with `W` the diagonal matrix of the
     weights; the multipliers are the singular values, and `gap` is the distance from them to the
     next one.
 
     Args:
-        A: `(*, m, n)`, tall, square or wide, a tensor or an operator.
-        weights: `(*, m)`, of the rows of `A`, none negative; ones unless given.
+        A: `(*, m, n)`, tall, square or wide, real or complex, a tensor or an operator.
+        weights: `(*, m)`, of the rows of `A`, real and none negative; ones unless given.
         k: how many vectors, at most n; None for one, without a dimension for it.
         largest: those of the largest singular values, or of the smallest. A wide matrix has
             `n − m` singular vectors of the singular value zero, its null space.
@@ -58,6 +59,7 @@ class PrincipalSingularVectors(Problem):
     inputs: ClassVar[dict[str, int]] = {"A": 2, "weights": 1}
     form: ClassVar[type] = SingularVectors
     degree: ClassVar[int | None] = 1
+    copies: ClassVar[int] = 1  # how often each singular value occurs by construction
 
     def __post_init__(self) -> None:
         A, weights = self.A, self.weights
@@ -65,11 +67,11 @@ class PrincipalSingularVectors(Problem):
             A = as_operator(A)
             object.__setattr__(self, "A", A)
         else:
-            errors.require_matrix("A", A)
+            errors.require_matrix("A", A, or_complex=True)
         if weights is not None:
             m = A.shape[-2]
             errors.require_vector("weights", weights, "m")
-            errors.require_alike("weights", weights, "A", A)
+            errors.require_alike("weights", weights, "A", A, real=True)
             if weights.shape[-1] != m:
                 raise ValueError(
                     f"A of shape {errors.shape_of(A)} needs weights of shape (*, {m}), one for "
@@ -92,8 +94,15 @@ class PrincipalSingularVectors(Problem):
             blank, self.k, self.largest, True, self.descending, self.reference
         )
 
+    @property
+    def flipped(self) -> bool:
+        """Whether the requested order is the reverse of that of the solvers."""
+        return self._posed().flipped
+
     def signs(self, rows: Tensor) -> Tensor:
-        """The sign for each row `(*, k, n)`, in the order of the solution, `(*, k)`."""
+        """The sign or phase for each row `(*, k, n)`, in the order of the solution, `(*, k)`."""
+        if rows.is_complex():
+            return phases(self, rows).squeeze(-1)
         return self._posed().signs(rows, False)
 
     @property
@@ -138,6 +147,10 @@ class PrincipalSingularVectors(Problem):
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
         if isinstance(self.A, Operator):
             return self._by_products().certify(value)
+        if self.dtype.is_complex:
+            from pmaf.layers.complex_singular import certify
+
+            return certify(self, value)
         A, weights = self.matrix.detach().double(), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
@@ -150,24 +163,10 @@ class PrincipalSingularVectors(Problem):
 
     # Differentiation.
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if self.k is None:
-            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
-            v = None if v is None else v.unsqueeze(-2)
-            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
-        conditions: Any = SingularConditions(
-            tensors, y, state.shift, d_multiplier, state, self.largest, self.single
-        )
-        return rule.pullback(conditions, v, needs)  # pyright: ignore[reportArgumentType]
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.k is None else given
+        conditions: Any = SingularConditions(given, self.largest, self.single)
+        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
@@ -238,6 +237,10 @@ class PrincipalSingularVectors(Problem):
     def reduced(
         self, init: Tensor | None, solver: Solver
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        if self.dtype.is_complex:
+            from pmaf.layers.complex_singular import reduced
+
+            return reduced(self, solver)
         problem, single = self, self.single
         # In float64 the square of a float32 matrix keeps all its digits.
         if self.dtype != torch.float64:
@@ -320,13 +323,15 @@ def nullspace(
     space have exact gradients, where `torch.linalg.svd` returns zero (docs/nullspace.md).
 
     Args:
-        A: `(*, m, n)`, tall, square or wide, of float32 or float64; float16 and bfloat16 are
-            computed in float32. Or a sparse tensor, a DTensor, or an operator of `pmaf.operators`.
+        A: `(*, m, n)`, tall, square or wide, of float32 or float64, complex64 or complex128;
+            float16 and bfloat16 are computed in float32. Or a sparse tensor, a DTensor, or an
+            operator of `pmaf.operators`.
         k: how many; None for one, without a dimension for it. The first belongs to the smallest
             singular value.
-        weights: `(*, m)`, of the rows of `A`, none negative; they get gradients, also where they
-            are zero. Their batch dimensions and those of `A` broadcast.
-        reference: towards which the sign of each vector is chosen, as in `pmaf.ied`.
+        weights: `(*, m)`, of the rows of `A`, real and none negative; they get gradients, also
+            where they are zero. Their batch dimensions and those of `A` broadcast.
+        reference: towards which the sign of each vector is chosen, or its phase if it is complex,
+            as in `pmaf.ied`.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         init: `(*, n)` or `(*, n, k)`, the start of a search by products.
 
@@ -339,3 +344,33 @@ def nullspace(
     """
     problem = PrincipalSingularVectors(A, weights, k, False, False, reference)
     return problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False).value
+
+
+class NullSpace(nn.Module):
+    """`pmaf.nullspace` as a module, with the same keywords and results.
+
+    >>> import torch, pmaf
+    >>> pmaf.NullSpace(k=4)
+    NullSpace(k=4, solver=Auto())
+    """
+
+    def __init__(self, k: int | None = None, *, solver: Solver | None = None) -> None:
+        super().__init__()
+        self.k, self.solver = k, solver or Auto()
+
+    def forward(
+        self,
+        A: Tensor | Operator,
+        weights: Tensor | None = None,
+        reference: Tensor | int | str | None = None,
+        init: Tensor | None = None,
+    ) -> Tensor:
+        return nullspace(
+            A, self.k, weights=weights, reference=reference, solver=self.solver, init=init
+        )
+
+    def __prepare_scriptable__(self) -> None:
+        errors.refuse_script(self)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k!r}, solver={self.solver!r}"

@@ -9,10 +9,14 @@ For a dense pair `T` is Cholesky's factor, and the derivative does not go throug
 For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has
 a part inside the span for the antisymmetric part alone, so that functions of the span need no
 division by the differences of the eigenvalues.
+
+A pair of operators is searched in the inner product of `M`, by products with both and by solves
+with `M`; nothing is factored.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,10 +25,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pmaf import errors
+from pmaf import errors, native
+from pmaf.autograd.attach import attach_found
 from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.gradients.base import Reverse
+from pmaf.gradients.by_products import Incoming, pair_gradients
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
     normal_part,
@@ -33,22 +40,27 @@ from pmaf.gradients.eigenvectors import (
     without,
 )
 from pmaf.layers.hermitian import reduced_pair, turned
-from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import symmetric_part
 from pmaf.operators.base import Operator
 from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.operators.diagonal import Diagonal
+from pmaf.operators.inner import inner_product
 from pmaf.operators.matrix import Matrix
+from pmaf.operators.rows import Rows
 from pmaf.problem import in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.modes import forward_mode, full_precision, plain
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Solver
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Congruence, Kept, Nothing
+from pmaf.solvers.krylov import Krylov, find_eigenvectors
+from pmaf.tangent.kept import NOTHING, Congruence, Nothing
+from pmaf.tangent.metric import Metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,32 +86,15 @@ class PairedEigenvectors(PrincipalEigenvectors):
         # Eigenvalues are proportional to A; in M they are of degree −1.
         return self.changed(A=self.matrix / unit[..., None, None])
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kind: type[Kept],
-        kept: Sequence[Tensor | None],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
         return None
 
-    def gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        state: State,
-        rule: Gradient,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        if self.single:
-            y, state = y.unsqueeze(-2), state._replace(shift=state.shift.unsqueeze(-1))
-            v = None if v is None else v.unsqueeze(-2)
-            d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.single else given
+        tensors, y, state, _, v, d_multiplier, needs = given
+        if not self.largest:  # the largest of −A
+            tensors, state = (-tensors[0], tensors[1]), state._replace(shift=-state.shift)
+            d_multiplier = None if d_multiplier is None else -d_multiplier
         along = None if d_multiplier is None else d_multiplier.unsqueeze(-1) * y
         z, normal = along, None
         if v is not None:
@@ -120,6 +115,8 @@ class PairedEigenvectors(PrincipalEigenvectors):
             z = z if along is None else z + along
         assert z is not None
         dA = symmetric_product(z, y) if needs[0] else None
+        if dA is not None and not self.largest:
+            dA = -dA
         if not needs[1]:
             return dA, None
         z = state.shift.unsqueeze(-1) * z
@@ -146,6 +143,116 @@ class PairedEigenvectors(PrincipalEigenvectors):
 
         return paired
 
+    def differentiate(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Sequence[Tensor],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        took("pairs: compiled gradient")
+        v = v.mT if v is not None and self.vectors else v
+        reduced = native.Reduced(*kept)
+        dtype = tensors[0].dtype
+        return native.pair_gradients(reduced, v, d_multiplier, dtype, self.largest, needs)
+
+
+@dataclass(frozen=True, eq=False)
+class HermitianPair(PairedEigenvectors):
+    """Eigenvectors of a pair of complex matrices, in the default phase, found by the kernels."""
+
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        # The common path, solved again, which can be differentiated again.
+        (A, M), needs = given.tensors, given.needs
+        wanted = [x for x, need in zip(given.tensors, needs) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            problem = PrincipalEigenvectors(
+                A, self.k, self.largest, descending=self.descending, M=M
+            )
+            found = run_pairs(problem, Auto(), given.rule, init=None, report=False, throw=False)
+            rows = found.value if self.k is None else found.value.mT
+            both = ((rows, given.v), (found.multiplier, given.d_multiplier))
+            outputs, incoming = zip(*((x, dx) for x, dx in both if dx is not None))
+            gradients = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
+        left = iter(gradients)
+        return tuple(next(left) if need else None for need in needs)
+
+
+@functools.lru_cache(maxsize=64)
+def _found(k: int | None, largest: bool, hermitian: bool) -> Any:
+    """The problem of a default call, without its matrices."""
+    kind = HermitianPair if hermitian else PairedEigenvectors
+    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
+    return kind.read(options)
+
+
+def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
+    """The forward pass of the default call on a small dense pair, in one call of the kernels.
+
+    Returns None where the common path is needed, which also says what is wrong with `M`.
+    """
+    if not (isinstance(M, Tensor) and A.shape == M.shape and A.dtype == M.dtype):
+        return None
+    shape = A.shape
+    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
+    compiled = square and is_reduced(A, k or 1) and native.takes_eigenvectors(M)
+    if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
+        return None
+    recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
+    found = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
+    if found is None:
+        return None
+    took("pairs: compiled")
+    values, vectors, kept = found
+    if recorded:
+        problem = _found(k, largest, A.is_complex())
+        vectors, values = attach_found(A, M, (vectors, values), kept, problem)
+    return Eigenpairs(values, vectors)
+
+
+class Seen(Rows):
+    """Products with the operator `A` of a pair, and with its `M`."""
+
+    def __init__(self, A: Operator, batch: torch.Size, own: Rows, metric: Metric) -> None:
+        super().__init__(A, batch)
+        self.own, self.metric = own, metric
+
+
+@dataclass(frozen=True, eq=False)
+class PairOfOperators(PrincipalEigenvectors):
+    """`PrincipalEigenvectors` of two operators, by products and solves with `M`."""
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 2}
+
+    def directions(self, rows: Tensor) -> Tensor:
+        return sphere.project(rows)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        if not isinstance(solver, Krylov):
+            raise TypeError(
+                f"{solver!r} does not know the inner product of {self.M!r}; use Auto() or Krylov()"
+            )
+        took("pairs: products, own solve" if self.M.solvable else "pairs: products")
+        assert isinstance(self.A, Operator)
+        seen = Seen(self.A, self.batch_shape, *self._inner_product(solver))
+        return seen.guarded(find_eigenvectors, self, solver, init, seen.metric), seen
+
+    def _inner_product(self, solver: Krylov) -> tuple[Rows, Metric]:
+        own = Rows(self.M, self.batch_shape)
+        return own, inner_product(own, solver.tolerance_of(self.dtype))
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        seen: Any = given.seen
+        return pair_gradients(self, given, seen.own, seen.metric)
+
+    def certify(self, value: Tensor) -> Certificate:
+        fixed = self.with_flat([x.detach() for x in self.flat])
+        _, metric = fixed._inner_product(Krylov())
+        return certify_eigenvectors_by_products(fixed, value, metric)
+
 
 def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """`L⁻¹` and `C = L⁻¹AL⁻ᵀ` for `M = LLᵀ`, of the symmetric parts; differentiable.
@@ -153,7 +260,7 @@ def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Ten
     `L⁻¹` is formed, because it is used six times in both passes, and products with it are several
     times faster than triangular solves. The errors of both are about cond(L) roundings.
     """
-    lower, info = torch.linalg.cholesky_ex(symmetric_part(M))
+    lower, info = cholesky(symmetric_part(M))
     if checked and bool(info.any()):
         _refuse(M, info != 0)
     eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
@@ -182,7 +289,7 @@ class _Change:
                 _refuse(M.d, bad.any(-1))
             self.root = M.d.sqrt()
         else:
-            self.root, info = torch.linalg.cholesky_ex(symmetric_part(M))
+            self.root, info = cholesky(symmetric_part(M))
             if bool(info.any()):
                 _refuse(M, info != 0)
 
@@ -202,7 +309,8 @@ class _Change:
         return solve_root(self.root, x.mT, self.dims, transposed=True).mT
 
 
-# Up to this many rows, the entries of an operator M are formed where A is an operator, too.
+# Up to this many rows, the entries of an operator M without a solve are formed where A is an
+# operator, too.
 _FORMED = 2048
 
 
@@ -227,7 +335,7 @@ def run_pairs(
         return _run_complex(problem, solver, gradient, init, report, throw)
     posed = _posed(problem)
     options: dict[str, Any] = {"report": report, "throw": throw}
-    if isinstance(posed, PairedEigenvectors):
+    if isinstance(posed, (PairedEigenvectors, PairOfOperators)):
         return posed.run(solver, gradient, init=init, **options)
     dtype = problem.dtype
     if dtype in (torch.float16, torch.bfloat16):
@@ -310,18 +418,25 @@ def _posed(problem: PrincipalEigenvectors) -> PrincipalEigenvectors:
     if isinstance(M, Diagonal):
         return problem.changed(M=M)
     if isinstance(M, Operator):
-        if isinstance(A, Operator) and problem.n > _FORMED:
-            raise ValueError(
-                f"{M!r} has more than {_FORMED} rows, and its factor would have as many entries as "
-                "a dense matrix; use a diagonal M (such as a lumped mass matrix), "
-                "pmaf.operators.Diagonal(d), or pass M as a dense tensor"
-            )
+        if isinstance(A, Operator) and (M.solvable or problem.n > _FORMED):
+            return _pair_of_operators(problem)
         took("pairs: entries of M")
         M = entries(M)
     if isinstance(A, Operator):
         return problem.changed(M=M)
     x = problem
     return PairedEigenvectors(A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
+
+
+def _pair_of_operators(problem: PrincipalEigenvectors) -> PairOfOperators:
+    x, M, batch = problem, problem.M, problem.batch_shape
+    posed = PairOfOperators(x.A, x.k, x.largest, True, x.descending, x.reference, x.skip, M)
+    if M.batch_shape not in (posed.batch_shape, ()):
+        raise ValueError(
+            f"{M!r} has the batch {tuple(M.batch_shape)} and the problem {tuple(batch)}; "
+            "an operator needs the whole batch, or none"
+        )
+    return posed
 
 
 def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
@@ -336,6 +451,8 @@ def certify_pairs(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
         inner: Any = problem.changed(A=C, M=None, reference=None)
         return inner.certify(X.squeeze(-1) if problem.k is None else X)
     posed = _posed(problem)
+    if isinstance(posed, PairOfOperators):
+        return posed.certify(value)
     Y = value.detach().unsqueeze(-1) if problem.k is None else value.detach()
     A, M = posed.A, posed.M
     if isinstance(A, Operator):

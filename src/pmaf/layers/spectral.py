@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,27 @@ from torch import Tensor, nn
 from pmaf import errors
 from pmaf.autograd.attach import find, solve_opaquely
 from pmaf.autograd.forward_mode import constant
-from pmaf.autograd.spectral import differentiable, forward
+from pmaf.autograd.image import image
+from pmaf.autograd.spectral import (
+    Group,
+    differentiable,
+    differentiable_group,
+    forward,
+    outside,
+)
+from pmaf.gradients import Implicit
+from pmaf.layers.hermitian import EmbeddedEigenvectors
 from pmaf.layers.ied import PrincipalEigenvectors
+from pmaf.linalg import sphere
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable
+from pmaf.linalg.embedding import complex_matrix, real_matrix
 from pmaf.linalg.matrix_function import MatrixFunction
-from pmaf.linalg.products import symmetric_part
-from pmaf.linalg.roundings import LOOSE, OutOfRangeError, merge_tolerance
+from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
+from pmaf.linalg.roundings import EQUAL, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
+from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
+from pmaf.runtime.log import took
 from pmaf.runtime.modes import (
     derivatives_around,
     forward_mode,
@@ -29,15 +42,30 @@ from pmaf.runtime.modes import (
     transformed,
 )
 from pmaf.runtime.threads import OneThread
+from pmaf.solvers import Auto
 from pmaf.solvers.auto import DENSE
 from pmaf.tangent.kept import Decomposition
 
 Function = str | Callable[[Tensor], Tensor]
 
+_AUTO, _IMPLICIT = Auto(), Implicit()
 
+
+@overload
 def spectral(
     A: Tensor, function: Function, k: int | None = None, *, largest: bool = True
-) -> Tensor:
+) -> Tensor: ...
+
+
+@overload
+def spectral(
+    A: Operator, function: Function, k: int | None = None, *, largest: bool = True
+) -> LowRank: ...
+
+
+def spectral(
+    A: Tensor | Operator, function: Function, k: int | None = None, *, largest: bool = True
+) -> Tensor | LowRank:
     """`V f(Λ) Vᵀ` of all eigenpairs of a symmetric matrix, or of the k top ones, differentiable.
 
     Derivatives are exact where eigenvalues repeat, inside the group of the k eigenvalues and
@@ -46,7 +74,9 @@ def spectral(
 
     Args:
         A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32. Its
-            symmetric part is used, and gradients are symmetric.
+            symmetric part is used, and gradients are symmetric. Of complex64 or complex128 the
+            Hermitian part is used. Or, with k, a sparse tensor or an operator of
+            `pmaf.operators`.
         function: "sqrt", "inverse", "inverse_sqrt", "log", "exp", "square", "identity", "one", or
             a function from tensors to tensors of the same shape, element by element, that torch
             can differentiate. Gradients reach the parameters of such a function.
@@ -54,7 +84,8 @@ def spectral(
         largest: those of the largest eigenvalues, or of the smallest.
 
     Returns:
-        `(*, n, n)`, symmetric.
+        `(*, n, n)`, symmetric or Hermitian; for an operator or a sparse tensor the same matrix as a
+        `pmaf.operators.LowRank`, which is not formed.
 
     >>> import torch, pmaf
     >>> pmaf.spectral(torch.diag(torch.tensor([9.0, 4.0, 4.0])), "sqrt", 1)
@@ -63,19 +94,41 @@ def spectral(
             [0., 0., 0.]])
     """
     scalar = _scalar(function)
+    if known_by_products(A):
+        return _by_products(as_operator(A), scalar, k, largest)
     _require(A, k)
+    assert isinstance(A, Tensor)
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
-    if torch.finfo(A.dtype).bits == 16:
+    if A.dtype in _HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
+    return _dense(A, MatrixFunction(scalar, None if k == A.shape[-1] else k, largest))
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _dense(A: Tensor, posed: MatrixFunction) -> Tensor:
+    """The function of a tensor, real or complex."""
+    if not A.is_complex():
+        return _real(A, posed, PrincipalEigenvectors)
+    # Every eigenvalue of the embedding occurs twice.
+    posed = replace(posed, k=None if posed.k is None else 2 * posed.k)
+    return complex_matrix(_real(real_matrix(A), posed, EmbeddedEigenvectors))
+
+
+def _real(A: Tensor, posed: MatrixFunction, kind: type[PrincipalEigenvectors]) -> Tensor:
+    """The function of a tensor of float32 or float64; `kind` finds the vectors of a group."""
     if 0 in A.shape:
         return symmetric_part(A)
-    group = None if k == A.shape[-1] else k
     with full_precision(A.device), OneThread(A):
-        values, vectors = _decomposition(A)
-        posed = MatrixFunction(scalar, group, largest)
-        known = scalar.derivative(posed.arguments(values), 0)
+        found = _group(A, posed, kind) if _takes_group(A, posed) else None
+        if isinstance(found, Group):
+            took("spectral: group")
+            return differentiable_group(posed, A, found, _decomposition)
+        values, vectors = _decomposition(A) if found is None else found
+        known = posed.scalar.derivative(posed.arguments(values), 0)
         if plain(A):
             _check(posed, values, known)
         learned = torch.is_grad_enabled() and recorded(known)
@@ -85,6 +138,82 @@ def spectral(
         if traced or forward_mode(A, known) or (learned and transformed()):
             return forward(posed, A, values, vectors)
         return differentiable(replace(posed, learned=learned), A, values, vectors)
+
+
+def _takes_group(A: Tensor, posed: MatrixFunction) -> bool:
+    """Whether k eigenpairs and a linear system are faster than a whole decomposition."""
+    n, k = A.shape[-1], posed.k
+    few = k is not None and k <= min(_GROUP_MOST, n // _GROUP_SHARE)
+    return few and plain(A) and not forward_mode(A)
+
+
+# The largest k, and the least n/k, for which this is so: `python benchmarks/spectral_group.py`.
+_GROUP_MOST, _GROUP_SHARE = 8, 3
+
+
+def _group(
+    A: Tensor, posed: MatrixFunction, kind: type[PrincipalEigenvectors]
+) -> Group | tuple[Tensor, Tensor] | None:
+    """The eigenpairs of the group; None where all are needed, or these if they are known."""
+    scalar, fixed = posed.scalar, A.detach()
+    # The solvers find the largest eigenvalues.
+    problem = kind(fixed if posed.largest else -fixed, posed.k)
+    try:
+        found = find(problem, None, problem.best_solver(), False, False)
+    except OutOfRangeError:  # a decomposition changes units
+        return None
+    if isinstance(found.kept, Decomposition):
+        rows, values = found.kept
+        return (values, rows.mT) if posed.largest else (-values.flip(-1), rows.flip(-2).mT)
+    values = found.multiplier if posed.largest else -found.multiplier
+    if scalar.domain != "any":
+        # Whether an eigenvalue counts as zero depends on the norm of the matrix.
+        size = frobenius(fixed).squeeze(-1)
+        if bool((values.abs() <= merge_tolerance(A.dtype) * size).any()):
+            return None
+    known = scalar.derivative(scalar.settled(values, torch.zeros_like(values)), 0)
+    # A decomposition raises the errors, and differentiates parameters.
+    proper = isinstance(known, Tensor) and known.shape == values.shape
+    if not proper or not bool(torch.isfinite(known).all()):
+        return None
+    if torch.is_grad_enabled() and recorded(known):
+        return None
+    _require_single(scalar, values, known)
+    return Group(values, found.value, found.gap, found.kept)
+
+
+def _by_products(A: Operator, scalar: Scalar, k: int | None, largest: bool) -> LowRank:
+    """`V C Vᴴ` with `C = f(VᴴAV)`, of which nothing is formed but `C`."""
+    if k is None:
+        raise TypeError(
+            f"{A!r} is known by its products, and a function of all its eigenvalues is a dense "
+            "matrix; pass k, or A as a dense tensor"
+        )
+    dtype = A.dtype
+    if dtype in _HALF:
+        A = A.with_tensors([x.float() for x in A.tensors])
+    mesh = ranks.mesh_of(*A.tensors)
+    found = PrincipalEigenvectors(A, k, largest).run(_AUTO, _IMPLICIT, report=False)
+    V = outside(ranks.whole(found.value))
+    rows = V.detach().mT
+    # The eigenvalues as a matrix: where they repeat, only this one has a derivative.
+    inside = rows.conj() @ image(A, rows).mT
+    C = _dense(inside, MatrixFunction(scalar, None, largest, size=_size(A, rows)))
+    parts = V.mT, C @ V.mH
+    return LowRank(*(ranks.replicate(x.to(dtype), mesh) for x in parts))
+
+
+def _size(A: Operator, rows: Tensor) -> Tensor:
+    """About the spectral norm of a symmetric operator, from below, `(*, 1)`."""
+    x = sphere.references(rows.real)[1].to(rows).expand_as(rows[..., :1, :])
+    mesh, length = ranks.mesh_of(*A.tensors), norm(x)
+    with torch.no_grad(), full_precision(A.device):
+        for _ in range(3):
+            x = ranks.replicate(x / one_if_zero(length).unsqueeze(-1), mesh)
+            x = ranks.whole(A.matvec(x))
+            length = norm(x)
+    # The eigenvalues of a search have errors of more than one decomposition.
+    return SEARCHED / EQUAL * length
 
 
 class Spectral(nn.Module):
@@ -127,13 +256,7 @@ def _scalar(function: Function) -> Scalar:
 
 
 def _require(A: Any, k: int | None) -> None:
-    if known_by_products(A):
-        raise TypeError(
-            f"A is of type {type(A).__name__}, and functions of the spectrum are dense matrices; "
-            "pass A as a dense tensor, or take eigenpairs from pmaf.ied(A, k), and use them as "
-            "vectors * f(values) without forming a matrix"
-        )
-    errors.require_matrix("A", A, "n, n")
+    errors.require_matrix("A", A, "n, n", or_complex=True)
     n = A.shape[-1]
     if A.shape[-2] != n:
         raise ValueError(f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}")
@@ -182,11 +305,13 @@ def _check(posed: MatrixFunction, values: Tensor, found: Any) -> None:
             f"{scalar.name if named else 'function'} is not finite at the eigenvalue {worst:.3g} "
             f"of A, whose largest eigenvalue in modulus is {size:.3g}; {remedy}"
         )
-    if named:
-        return
-    # A function of one half of the numbers gives the same as a function of all of them.
+    _require_single(scalar, x, found)
+
+
+def _require_single(scalar: Scalar, x: Tensor, found: Tensor) -> None:
+    """A function of one half of the numbers gives the same as a function of all of them."""
     half = x.shape[-1] // 2
-    if half == 0:
+    if scalar.name in NAMED or half == 0:
         return
     with torch.no_grad():
         again = torch.cat([scalar.derivative(y, 0) for y in (x[..., :half], x[..., half:])], -1)

@@ -21,6 +21,14 @@ def real_matrix(A: Tensor) -> Tensor:
     return rows.reshape(*A.shape[:-2], 2 * A.shape[-2], 2 * A.shape[-1])
 
 
+def complex_matrix(E: Tensor) -> Tensor:
+    """Real `(*, 2m, 2n)` to complex `(*, m, n)`; blocks with rounding errors are averaged."""
+    blocks = 0.5 * E.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # (*, m, 2, n, 2)
+    a = blocks[..., 0, :, 0] + blocks[..., 1, :, 1]
+    b = blocks[..., 1, :, 0] - blocks[..., 0, :, 1]
+    return torch.view_as_complex(torch.stack([a, b], -1))
+
+
 def real_rows(x: Tensor) -> Tensor:
     """Complex `(*, n)` to real `(*, 2n)`."""
     return torch.view_as_real(x.resolve_conj()).flatten(-2)

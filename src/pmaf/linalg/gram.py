@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import rmatvec
 from pmaf.linalg.roundings import merge_tolerance, merged, rank_tolerance
 
@@ -68,7 +69,7 @@ _BLOCKED = 256
 def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:
     """The spectrum from the smaller of `AᵀA` and `AAᵀ`: fast, exact to rounding in that matrix."""
     m, n = A.shape[-2:]
-    squares, vectors = torch.linalg.eigh(small_gram(A) if gram is None else gram)
+    squares, vectors = eigh(small_gram(A) if gram is None else gram)
     tolerance = merge_tolerance(A.dtype)
     if m >= n:
         floor = squares[..., 0].clamp_min(0)
@@ -116,7 +117,7 @@ def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Ten
     Returns the coefficients of `Aᵀb` in the basis as well.
     """
     m, n = A.shape[-2:]
-    squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = eigh(gram)
     s = squares.clamp_min(0).sqrt()
     top = s[..., -1:]
     present = s > rank_tolerance(torch.float32) * top

@@ -34,6 +34,8 @@ class MatrixFunction:
     k: int | None  # how many eigenvalues the group has; None for all
     largest: bool
     learned: bool = False  # whether the function has parameters that autograd records
+    # (*, 1), the norm of the matrix, where the eigenvalues are not all that it has.
+    size: Tensor | float = 0.0
 
     def group(self, values: Tensor) -> Tensor:
         """The eigenvalues of the group, `(*, k)`."""
@@ -45,7 +47,8 @@ class MatrixFunction:
 
     def rounding(self, values: Tensor) -> Tensor:
         """The distance of eigenvalues that count as equal, `(*, 1)`."""
-        return merge_tolerance(values.dtype) * values.abs().amax(-1, keepdim=True)
+        largest = values.abs().amax(-1, keepdim=True)
+        return merge_tolerance(values.dtype) * largest.clamp_min(self.size)
 
     def value(self, values: Tensor, vectors: Tensor) -> Tensor:
         """`V f(Λ) Vᵀ`."""
@@ -56,7 +59,7 @@ class MatrixFunction:
         """The first derivative; its symmetric part, to be exact."""
         V = self._of_group(vectors)
         x = self.arguments(values)
-        inner = self._pairs(x) * (V.mT @ direction @ V)
+        inner = self.inner(x, V.mT @ direction @ V)
         if self.k is None:
             return V @ inner @ V.mT
         rest, others = self._of_rest(values), self._of_rest(vectors)
@@ -66,6 +69,10 @@ class MatrixFunction:
         outer = scale * torch.where(apart, (V.mT @ direction @ others) / _or_one(gap, apart), 0)
         # The transpose of the second part is left out, so that the part is doubled.
         return V @ (inner @ V.mT + 2 * outer @ others.mT)
+
+    def inner(self, x: Tensor, direction: Tensor) -> Tensor:
+        """The first derivative inside the group, in its eigenbasis, at the arguments `x`."""
+        return self._pairs(x) * direction
 
     def slopes(self, values: Tensor) -> Tensor:
         """The divided differences of the first derivative, `(*, n, n)`."""

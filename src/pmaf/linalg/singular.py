@@ -15,9 +15,9 @@ def weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def weighted_gram(A: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`AᵀWA`, `(*, n, n)`."""
+    """`AᵀWA`, `(*, n, n)`, or `AᴴWA`."""
     left = A if weights is None else A * weights.unsqueeze(-1)
-    return left.mT @ A
+    return left.mH @ A
 
 
 def rooted(A: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -29,13 +29,13 @@ def singular_basis(A: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Te
     """All right singular vectors of `√W A` as rows `(*, n, n)`, and singular values `(*, n)`."""
     m, n = A.shape[-2:]
     _, values, rows = torch.linalg.svd(rooted(A, weights), full_matrices=m < n)
-    return rows, padded(values, n)
+    return rows.conj(), padded(values, n)
 
 
 def pair_basis(A: Tensor) -> tuple[Tensor, Tensor]:
     """Left and right singular vectors side by side, `(*, p, m + n)`, and values `(*, p)`."""
     left, values, right = torch.linalg.svd(A, full_matrices=False)
-    return torch.cat([left.mT, right], -1), values
+    return torch.cat([left.mT, right.conj()], -1), values
 
 
 def padded(values: Tensor, n: int) -> Tensor:

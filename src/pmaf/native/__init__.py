@@ -21,11 +21,13 @@ from torch import Tensor
 from pmaf.linalg.roundings import merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 2
+_VERSION = 3
 # The types of their arguments, a letter each.
 _FUNCTIONS = {
-    "pmaf_ied_forward": "pliiidpdppipi",
-    "pmaf_ied_backward": "pppppliiiiddippi",
+    "pmaf_ied_forward": "pliiidpdpppi",
+    "pmaf_ied_backward": "pppppliiiiddppi",
+    "pmaf_pair_forward": "ppliiidpddppppppi",
+    "pmaf_pair_backward": "pppppliiiddppi",
     "pmaf_less_forward": "ppliippppppi",
     "pmaf_less_backward": "ppppppliipppi",
 }
@@ -60,12 +62,19 @@ def _load() -> tuple[Any, str]:
 
 _library, about = _load()  # `about` is the instruction set, or why there are no kernels
 available = _library is not None
-_DTYPES = (torch.float32, torch.float64)
+# The numbers by which the library knows them.
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.complex64: 2, torch.complex128: 3}
+_REAL = (torch.float32, torch.float64)
 
 
 def takes(A: Tensor) -> bool:
     """Whether the kernels take this tensor, whose numbers have to be known (`modes.plain`)."""
-    return _library is not None and A.is_cpu and A.dtype in _DTYPES and A.layout == torch.strided
+    return A.dtype in _REAL and takes_eigenvectors(A)
+
+
+def takes_eigenvectors(A: Tensor) -> bool:
+    """Whether kernels find and differentiate eigenvectors of this tensor, real or complex."""
+    return _library is not None and A.is_cpu and A.dtype in _KINDS and A.layout == torch.strided
 
 
 class Pairs(NamedTuple):
@@ -77,39 +86,122 @@ class Pairs(NamedTuple):
 
 
 def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool = False) -> Pairs:
-    """The k largest eigenpairs of `½(A + Aᵀ)`, `(*, n, n)`, or the smallest, ascending.
+    """The k largest eigenpairs of `½(A + Aᴴ)`, `(*, n, n)`, or the smallest, ascending.
 
-    The sum of each vector is positive; if it is zero, the product with a fixed direction is.
-    With `k = None` there is one, without a dimension for it.
+    The sum of each vector is positive; if it is zero, the product with a fixed direction is, and
+    a complex vector counts as failed. With `k = None` there is one, without a dimension for it.
     """
     A = _laid_out(A)
-    shape, dtype = A.shape, A.dtype
-    batch, n = shape[:-2], shape[-1]
-    if k is None:
-        values, vectors = A.new_empty(batch), A.new_empty(shape[:-1])
-    else:
-        values = A.new_empty((*batch, k))
-        vectors = A.new_empty((*batch, k, n))
-        if columns:  # not a view: a user may write into what a layer returns
-            d = len(batch)
-            layout = (*range(d), d + 1, d)
-            vectors = torch.empty_permuted((*batch, n, k), layout, dtype=dtype, device="cpu")
-    second, tolerance = _second(n, dtype)
-    count, sign = A.numel() // (n * n), 1.0 if largest else -1.0
+    n, count = A.shape[-1], A.numel() // A.shape[-1] ** 2
+    values, vectors = _empty_pairs(A, k, columns)
+    second, tolerance = _second(n, A.dtype)
     # Straight down, without functions in between: for one small matrix these take most time.
-    start = A.data_ptr(), count, n, k or 1, dtype is torch.float64, sign, second, tolerance
-    start += values.data_ptr(), vectors.data_ptr(), False
+    start = A.data_ptr(), count, n, k or 1, _KINDS[A.dtype], 1.0 if largest else -1.0
+    start += second, tolerance, values.data_ptr(), vectors.data_ptr()
     threads = torch.get_num_threads()
     # A failure is rare, and a few matrices are solved twice faster than the mask is made.
-    failed = torch.empty(batch, dtype=torch.bool, device="cpu") if count > _FEW else None
+    failed = _mask(A) if count > _FEW else None
     if not _library.pmaf_ied_forward(
         *start, None if failed is None else failed.data_ptr(), threads
     ):
         return Pairs(values, vectors, None)
     if failed is None:
-        failed = torch.empty(batch, dtype=torch.bool, device="cpu")
+        failed = _mask(A)
         _library.pmaf_ied_forward(*start, failed.data_ptr(), threads)
     return Pairs(values, vectors, failed)
+
+
+def _empty_pairs(A: Tensor, k: int | None, columns: bool) -> tuple[Tensor, Tensor]:
+    """Memory for values and vectors."""
+    shape, dtype = A.shape, A.dtype
+    batch, n = shape[:-2], shape[-1]
+    each = batch if k is None else (*batch, k)
+    values = A.new_empty(each) if dtype in _REAL else A.new_empty(each, dtype=dtype.to_real())
+    if k is None or not columns:
+        return values, A.new_empty((*each, n))
+    d = len(batch)
+    layout = (*range(d), d + 1, d)  # not a view: a user may write into what a layer returns
+    return values, torch.empty_permuted((*batch, n, k), layout, dtype=dtype, device="cpu")
+
+
+def _mask(A: Tensor) -> Tensor:
+    return torch.empty(A.shape[:-2], dtype=torch.bool, device="cpu")
+
+
+class Reduced(NamedTuple):
+    """What the backward pass of a pair needs: `C = T⁻¹AT⁻ᴴ`, a factor of `M`, vectors of `C`."""
+
+    matrix: Tensor  # (*, n, n), float64 or complex128
+    factor: Tensor  # (*, n, n), in a form of the kernels
+    x: Tensor  # (*, k, n)
+
+
+def largest_of_pair(
+    A: Tensor, M: Tensor, k: int | None, largest: bool, keep: bool
+) -> tuple[Tensor, Tensor, Reduced | None] | None:
+    """The k largest eigenpairs of `Ay = λMy`, `yᴴMy = 1`, as columns, and what to keep.
+
+    Both matrices are `(*, n, n)`. Returns None if an entry has failed, also because `M` may not be
+    positive definite.
+    """
+    A, M = _laid_out(A), _laid_out(M)
+    n, dtype = A.shape[-1], A.dtype
+    values, vectors = _empty_pairs(A, k, columns=True)
+    kept = None
+    if keep:
+        wide = torch.promote_types(dtype, torch.float64)
+        C, factor = (A.new_empty(A.shape, dtype=wide) for _ in range(2))
+        kept = Reduced(C, factor, A.new_empty((*A.shape[:-2], k or 1, n), dtype=wide))
+    second, tolerance = _second(n, dtype)
+    failed = _library.pmaf_pair_forward(
+        A.data_ptr(),
+        M.data_ptr(),
+        A.numel() // n**2,
+        n,
+        k or 1,
+        _KINDS[dtype],
+        1.0 if largest else -1.0,
+        second,
+        tolerance,
+        n * torch.finfo(dtype).eps,
+        values.data_ptr(),
+        vectors.data_ptr(),
+        *((x.data_ptr() for x in kept) if kept else (None, None, None)),
+        None,
+        torch.get_num_threads(),
+    )
+    return None if failed else (values, vectors, kept)
+
+
+def pair_gradients(
+    kept: Reduced,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    dtype: torch.dtype,
+    largest: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """The gradients of `A` and `M` where they are needed; None if it failed.
+
+    `v` is `(*, k, n)`, `d_values` is `(*, k)`, given for `A` and `M` of `dtype`.
+    """
+    C = kept.matrix
+    n = C.shape[-1]
+    v, d = (None if x is None else _plain(x) for x in (v, d_values))
+    dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
+    failed = _library.pmaf_pair_backward(
+        *(x.data_ptr() for x in kept),
+        *(None if x is None else x.data_ptr() for x in (v, d)),
+        C.numel() // n**2,
+        n,
+        kept.x.shape[-2],
+        _KINDS[dtype],
+        1.0 if largest else -1.0,
+        _EQUAL[dtype],
+        *(None if x is None else x.data_ptr() for x in (dA, dM)),
+        torch.get_num_threads(),
+    )
+    return None if failed else (dA, dM)
 
 
 def eigenvector_gradient(
@@ -123,13 +215,14 @@ def eigenvector_gradient(
 ) -> Tensor | None:
     """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs; None if it failed.
 
-    `y` and `v` are `(*, k, n)`, or as columns `(*, n, k)`; `d_values` is `(*, k)`.
+    `y` and `v` are `(*, k, n)`, or as columns `(*, n, k)`; `d_values` is `(*, k)`. The sum of a
+    complex vector is positive.
     """
     if columns and y.dim() == A.dim():
         y, v = y.mT, None if v is None else v.mT
     A = _laid_out(A)
     result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
-    v = v if v is None or v.is_contiguous() else v.contiguous()
+    v = v if v is None or (v.is_contiguous() and not v.is_conj()) else _plain(v)
     d = d_values if d_values is None or d_values.is_contiguous() else d_values.contiguous()
     failed = _library.pmaf_ied_backward(
         A.data_ptr(),
@@ -141,10 +234,9 @@ def eigenvector_gradient(
         n,
         k,
         k,
-        dtype is torch.float64,
+        _KINDS[dtype],
         1.0 if largest else -1.0,
         _EQUAL[dtype],
-        False,
         result.data_ptr(),
         None,
         torch.get_num_threads(),
@@ -172,10 +264,9 @@ def complement_solve(
         n,
         y.shape[-2],
         v.shape[-2],
-        A.dtype is torch.float64,
+        _KINDS[A.dtype],
         1.0,
         _EQUAL[A.dtype],
-        False,
         result.data_ptr(),
         failed.data_ptr(),
         torch.get_num_threads(),
@@ -255,7 +346,14 @@ def least_squares_gradient(
 
 def _laid_out(A: Tensor) -> Tensor:
     """The matrices, or their transposes, which have the same symmetric part, in one piece."""
+    if A.is_complex():  # the transpose of a complex matrix has another Hermitian part
+        return A if A.is_contiguous() and not A.is_conj() else _plain(A)
     return A if A.is_contiguous() else A.mT.contiguous()
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The numbers in one piece, none of which stands for its conjugate."""
+    return x.resolve_conj().contiguous()
 
 
 @functools.lru_cache(maxsize=256)
@@ -268,4 +366,4 @@ def _second(n: int, dtype: torch.dtype) -> tuple[Any, float]:
 # So many matrices are solved again where one has failed, to find out which.
 _FEW = 32
 # Eigenvalues that are closer than this, relative to the largest, count as one.
-_EQUAL = {dtype: merge_tolerance(dtype) for dtype in _DTYPES}
+_EQUAL = {dtype: merge_tolerance(dtype) for dtype in _KINDS}

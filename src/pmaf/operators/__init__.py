@@ -8,6 +8,7 @@ from pmaf.operators.low_rank import LowRank
 from pmaf.operators.matrix import Matrix
 from pmaf.operators.matvec import FromMatvec
 from pmaf.operators.sparse import Sparse
+from pmaf.operators.with_solve import WithSolve
 
 __all__ = [
     "Diagonal",
@@ -19,6 +20,7 @@ __all__ = [
     "Scaled",
     "Sparse",
     "Sum",
+    "WithSolve",
     "as_operator",
     "multiply",
     "multiply_rows",

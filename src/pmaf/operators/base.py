@@ -54,6 +54,23 @@ class Operator(ABC):
             "implement rmatvec"
         )
 
+    def solve(self, rows: Tensor) -> Tensor:
+        """`A⁻¹ x` for every row, `(*, p, n)` to `(*, p, n)`; most operators have no such product.
+
+        It serves a symmetric positive definite operator in the place of `M`, and may have errors
+        up to `√eps`. No gradient goes through it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no product with its inverse")
+
+    @property
+    def solvable(self) -> bool:
+        """Whether there is a `solve`."""
+        return type(self).solve is not Operator.solve
+
+    def diagonal(self) -> Tensor | None:
+        """The diagonal, `(*, n)`, of a square operator; None where it takes more than a look."""
+        return None
+
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of `Σ leftᵀ A right` over rows, in the tensors; None where not needed.
 

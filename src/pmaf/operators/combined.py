@@ -66,6 +66,11 @@ class Sum(Operator):
     def rmatvec(self, rows: Tensor) -> Tensor:
         return reduce(add, (part.rmatvec(rows) for part in self.parts))
 
+    def diagonal(self) -> Tensor | None:
+        found = [part.diagonal() for part in self.parts]
+        known = [d for d in found if d is not None]
+        return reduce(add, known) if len(known) == len(found) else None
+
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         pairs = zip(self.parts, _split(self.parts, needs))
         return [dx for part, own in pairs for dx in part.pullback(left, right, own)]
@@ -138,6 +143,17 @@ class Scaled(_Multiple):
 
     def times(self, rows: Tensor) -> Tensor:
         return self.factor * rows
+
+    def solve(self, rows: Tensor) -> Tensor:
+        return self.part.solve(rows) / self.factor
+
+    @property
+    def solvable(self) -> bool:
+        return self.part.solvable and self.factor != 0
+
+    def diagonal(self) -> Tensor | None:
+        found = self.part.diagonal()
+        return None if found is None else self.factor * found
 
     def __repr__(self) -> str:
         return f"Scaled({self.part!r}, {self.factor})"

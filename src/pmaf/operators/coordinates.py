@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
+from pmaf.linalg.decompositions import cholesky, cholesky_or_error
 from pmaf.linalg.products import rmatvec, symmetric_part
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
@@ -31,9 +32,9 @@ class Coordinates(NamedTuple):
             return cls(None, d.sqrt())
         whole = symmetric_part(M.detach() if fixed else M)
         if not plain(whole):
-            return cls(torch.linalg.cholesky(whole), None)
+            return cls(cholesky_or_error(whole), None)
         errors.require_finite(M=(whole, 2))
-        lower, info = torch.linalg.cholesky_ex(whole)
+        lower, info = cholesky(whole)
         _require_definite(info > 0)
         return cls(lower, None)
 

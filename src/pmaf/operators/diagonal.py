@@ -37,3 +37,9 @@ class Diagonal(Operator):
 
     def rmatvec(self, rows: Tensor) -> Tensor:
         return rows * self.d.conj().unsqueeze(-2)
+
+    def solve(self, rows: Tensor) -> Tensor:
+        return rows / self.d.unsqueeze(-2)
+
+    def diagonal(self) -> Tensor:
+        return self.d

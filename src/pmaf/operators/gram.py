@@ -40,7 +40,7 @@ class Gram(Operator):
         if weights is None:
             return
         require_vector("weights", weights, "m")
-        require_alike("weights", weights, "X", self.X)
+        require_alike("weights", weights, "X", self.X, real=True)
         if weights.shape[-1] != self.X.shape[-2]:
             raise ValueError(
                 f"X of shape {shape_of(self.X)} needs weights of shape (*, {self.X.shape[-2]}); "
@@ -97,5 +97,6 @@ class Gram(Operator):
         dw = None
         if needs[count]:
             first, second = images.chunk(2, -2)
-            dw = (self.scale * (first * second).sum(-2)).sum_to_size(self.weights.shape)
+            products = torch.real(first.conj() * second)
+            dw = (self.scale * products.sum(-2)).sum_to_size(self.weights.shape)
         return [*found, dw]

@@ -41,6 +41,9 @@ class Matrix(Operator):
     def rmatvec(self, rows: Tensor) -> Tensor:
         return rows @ self.A.conj()
 
+    def diagonal(self) -> Tensor:
+        return self.A.diagonal(dim1=-2, dim2=-1)
+
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         if not needs[0]:
             return [None]

@@ -21,6 +21,7 @@ class FromMatvec(Operator):
             is a constant.
         rmatvec: the same for the transpose, the conjugate one of a complex matrix. Unless given,
             it comes from autograd, one vector–Jacobian product of `matvec` in `u`.
+        solve: the same for the inverse, if this is the `M` of a pair (docs/pairs.md).
         dtype: of the vectors; that of the first of `params` with one, or torch's default.
         device: of the vectors; that of the same tensor, or the CPU.
 
@@ -39,6 +40,7 @@ class FromMatvec(Operator):
         params: Sequence[Tensor] = (),
         rmatvec: Callable[..., Tensor] | None = None,
         *,
+        solve: Callable[..., Tensor] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -46,7 +48,10 @@ class FromMatvec(Operator):
             raise ValueError(f"shape must be (*, m, n), with m and n at least 1; got {shape}")
         if isinstance(params, Tensor):
             raise TypeError("params must be a sequence of tensors; got one tensor, pass [tensor]")
+        if solve is not None and shape[-2] != shape[-1]:
+            raise ValueError(f"solve is for square matrices; got the shape {tuple(shape)}")
         self._matvec, self._rmatvec, self._shape = matvec, rmatvec, torch.Size(shape)
+        self._solve = solve
         self.params = tuple(params)
         floating = [x for x in self.params if x.is_floating_point() or x.is_complex()]
         # Without params the vectors live on the CPU, whatever torch.set_default_device says.
@@ -74,7 +79,13 @@ class FromMatvec(Operator):
         # The dtype that the user gave is kept, unless the params change theirs.
         dtype = self._dtype if same else None
         return FromMatvec(
-            self._matvec, self._shape, tensors, self._rmatvec, dtype=dtype, device=self._device
+            self._matvec,
+            self._shape,
+            tensors,
+            self._rmatvec,
+            solve=self._solve,
+            dtype=dtype,
+            device=self._device,
         )
 
     def claims(self) -> Iterator[Operator]:
@@ -89,6 +100,15 @@ class FromMatvec(Operator):
         if self._rmatvec is not None:
             return self._by_row("rmatvec", self._rmatvec, rows, self._shape[-1])
         return self._by_row("matvec", self._transposed, rows, self._shape[-1])
+
+    def solve(self, rows: Tensor) -> Tensor:
+        if self._solve is None:
+            return super().solve(rows)
+        return self._by_row("solve", self._solve, rows, self._shape[-1])
+
+    @property
+    def solvable(self) -> bool:
+        return self._solve is not None
 
     def _transposed(self, x: Tensor, *params: Tensor) -> Tensor:
         # The vector–Jacobian product of a linear function does not depend on the point.

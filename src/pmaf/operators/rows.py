@@ -48,6 +48,10 @@ class Rows:
         lifted = self.lift(rows)
         return self.lower(self.A.matvec(lifted) + self.A.rmatvec(lifted), rows).mul_(0.5)
 
+    def solved(self, rows: Tensor) -> Tensor:
+        """`A⁻¹` times rows, by the operator's own `solve`."""
+        return self.lower(self.A.solve(self.lift(rows)), rows)
+
     def gram(self, rows: Tensor) -> Tensor:
         return self.lower(self.A.rmatvec(self.A.matvec(self.lift(rows))), rows)
 

@@ -81,6 +81,14 @@ class Sparse(Operator):
         assert total is not None
         return [total.reshape(self._values.shape)]
 
+    def diagonal(self) -> Tensor:
+        *batch, n = self.shape[:-1]
+        i, j = self._pattern.rows, self._pattern.columns
+        on = torch.nonzero(i == j).squeeze(-1)
+        found = self._values.detach().new_zeros(torch.Size(batch).numel() * n)
+        found.index_add_(0, i[on], self._values.detach().reshape(-1)[on])
+        return found.reshape(*batch, n)
+
     @property
     def _matrix(self) -> Tensor:
         return self._remembered("matrix", lambda values: self._pattern.matrix(values))

@@ -10,6 +10,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_not_negative
 from pmaf.krylov.power import Dominant, dominant, dominant_of_sum, longest_row
 from pmaf.krylov.proved import Ritz, certificate, judge, polish, ritz
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import DECOMPOSED
 from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
@@ -151,7 +152,7 @@ def _krylov(
         return None
     bad = ~good
     rows = found.rows.clone()
-    rows[bad] = torch.linalg.eigh(part.formed(bad)).eigenvectors[..., -k:].flip(-1).mT
+    rows[bad] = eigh(part.formed(bad)).vectors[..., -k:].flip(-1).mT
     found = judge(part, rows, found.scale, good, found.products)
     again, exists = certificate(part, found, bad)
     # nan marks an entry without a factor, whose next eigenvalue is too close. Conjugate residuals

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf import native
 from pmaf.runtime.modes import plain
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, SingularVectors, Solver
 from pmaf.solvers.cholesky import Cholesky
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.krylov import Krylov
-from pmaf.solvers.reduction import Reduction, is_compiled, takes_least_squares
+from pmaf.solvers.reduction import Reduction, are_few, is_compiled, takes_least_squares
 from pmaf.solvers.secular import Secular
 from pmaf.solvers.singular import SVD
 
@@ -85,7 +86,8 @@ def best_least_squares(problem: Any) -> Solver:
 
 def is_reduced(A: Tensor, k: int) -> bool:
     """Whether compiled kernels are the fastest for k eigenvectors of matrices like `A`."""
-    return A.shape[-1] <= _REDUCED_ROWS and is_compiled(A, k)
+    n = A.shape[-1]
+    return n <= _REDUCED_ROWS and are_few(k, n) and native.takes_eigenvectors(A)
 
 
 def best_eigenvectors(problem: Any) -> Solver:

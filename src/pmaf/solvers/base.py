@@ -127,6 +127,7 @@ class SingularVectors(Protocol):
 
     largest: bool
     single: bool
+    copies: int  # how often each singular value occurs by construction
 
     @property
     def batch_shape(self) -> torch.Size: ...

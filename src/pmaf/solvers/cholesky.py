@@ -22,6 +22,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least
 from pmaf.krylov.inverse import guess, solve_row
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import cholesky, eigenvalues
 from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import LOOSE, NOISE
@@ -132,7 +133,7 @@ class Cholesky(Solver):
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         kept = diagonal.clone()
         diagonal.add_(shift.unsqueeze(-1))
-        factor, _ = torch.linalg.cholesky_ex(gram)
+        factor, _ = cholesky(gram)
         diagonal.copy_(kept)
         found = guess(
             factor,
@@ -204,7 +205,7 @@ def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> 
     multiplier = dot(found.value, force)
     # The factor proves that the gap is positive; its size needs the eigenvalues of AᵀA. Where μ and
     # λ_min cancel to a few digits, `Secular` solves the entry again.
-    gap = multiplier + torch.linalg.eigvalsh(gram)[:, 0]
+    gap = multiplier + eigenvalues(gram)[:, 0]
     clear = gap > LOOSE * torch.finfo(g.dtype).eps * A.shape[-1] * mean
     return found._replace(
         multiplier=multiplier, residual=residual, gap=gap, converged=found.converged & clear
@@ -217,7 +218,7 @@ def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple
     diagonal = K.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(mu.unsqueeze(-1))
     top = diagonal.amax(-1)
-    factor, info = torch.linalg.cholesky_ex(K)
+    factor, info = cholesky(K)
     pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
     return factor, (info == 0) & (pivot.square() * TOO_STEEP >= top)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Outcome, Solver
@@ -50,7 +51,7 @@ class Dense(Solver):
         k = problem.width
         S = problem.operand()
         # A recorded decomposition has torch's own derivative, the paper's "AutoDiff".
-        values, vectors = torch.linalg.eigh(S)
+        values, vectors = eigh(S)
         # The basis stays in eigh's order to save a copy; the requested vectors are the last.
         top, rows = values[..., -k:], vectors[..., -k:].mT
         if k > 1:

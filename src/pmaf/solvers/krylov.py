@@ -18,6 +18,7 @@ from pmaf.operators.rows import Rows, rows_of
 from pmaf.runtime.log import took
 from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver, has_form
 from pmaf.solvers.krylov_minimum import find_minimum
+from pmaf.tangent.metric import Metric
 from pmaf.tangent.residuals import Product
 
 
@@ -74,34 +75,42 @@ class Krylov(Solver):
 
 
 def find_eigenvectors(
-    rows: Rows, problem: Eigenvectors, solver: Krylov, init: Tensor | None
+    rows: Rows,
+    problem: Eigenvectors,
+    solver: Krylov,
+    init: Tensor | None,
+    metric: Metric | None = None,
 ) -> Outcome:
-    """The largest eigenvalues of an operator, or the dominant one, with eigenvectors as rows."""
+    """The largest eigenvalues of an operator, or the dominant one, with eigenvectors as rows.
+
+    With a metric `M` they are those of the pair `Ay = λMy`.
+    """
     k, symmetric = problem.width, problem.symmetric
     A = rows.A
-    batch, n = A.batch_shape, A.shape[-1]
+    batch, n = problem.batch_shape, A.shape[-1]
     rows.require_transposes(solver.tolerance_of(A.dtype))
     product = rows.of_symmetric_part if symmetric else rows
     guards = 1 if init is not None and k < n else 0
-    start = _start(A, k, guards, init)
+    start = _start(A, batch, k, guards, init)
     task = Dominant(guards)
     if symmetric:
         task = Largest(k, guards, copies=problem.copies, skip=problem.skip)
-    found = search_eigenvectors(product, start, task, solver, rows)
+    found = search_eigenvectors(product, start, task, solver, rows, metric)
     low, high = square_range(A.dtype)
     if not rows.agreed((found.scale > low) & (found.scale < high)):
         # Squares over- or underflow in the search or in the operator: search again in other units.
         rows.unit(product(start))  # raises an error where products overflow
         rows.change_units(start)
         product = rows.of_symmetric_part if symmetric else rows
-        found = search_eigenvectors(product, start, task, solver, rows)
+        found = search_eigenvectors(product, start, task, solver, rows, metric)
     rows.scale, rows.values = found.scale, found.values
     converged = found.converged
     if not symmetric:
         # If several eigenvalues have the largest modulus, none of them is dominant.
         tie = found.gap <= TIED * torch.finfo(A.dtype).eps * found.scale
         converged = converged & ~tie
-    y = unit_rows(found.rows)
+    y = found.rows
+    y = unit_rows(y) if metric is None else y / metric.length(y, metric.dual(y)).unsqueeze(-1)
     shape = (*batch, k)
     return Outcome(
         value=y.reshape(*shape, n),
@@ -114,28 +123,37 @@ def find_eigenvectors(
 
 
 def search_eigenvectors(
-    product: Product, start: Tensor, task: Largest | Dominant, solver: Krylov, rows: Rows
+    product: Product,
+    start: Tensor,
+    task: Largest | Dominant,
+    solver: Krylov,
+    rows: Rows,
+    metric: Metric | None = None,
 ) -> Found:
+    tolerance = solver.tolerance_of(start.dtype)
+    if metric is not None and solver.tolerance is None:
+        tolerance = tolerance * metric.rounding
     return search(
         product,
         start,
         task,
         size=solver.size(start.shape[-1], start.shape[-2]),
-        tolerance=solver.tolerance_of(start.dtype),
+        tolerance=tolerance,
         limit=solver.max_products,
         symmetric=isinstance(task, Largest),
         agreed=rows.agreed,
+        metric=metric,
     )
 
 
-def _start(A: Operator, k: int, guards: int, init: Tensor | None) -> Tensor:
+def _start(A: Operator, batch: torch.Size, k: int, guards: int, init: Tensor | None) -> Tensor:
     """Pseudorandom rows `(B, k + guards, n)`, of which `init`, if given, replaces the first."""
-    n, B = A.shape[-1], A.batch_shape.numel()
+    n, B = A.shape[-1], batch.numel()
     row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
     rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)
     if init is None:
         return rows
     require_finite(init=(init, 2))
     p = init.shape[-1]  # fewer than k if some vectors are skipped
-    given = unit_rows(init.detach().mT.expand(*A.batch_shape, p, n).reshape(B, p, n))
+    given = unit_rows(init.detach().mT.expand(*batch, p, n).reshape(B, p, n))
     return torch.cat([given, rows[:, p:]], -2)

@@ -248,7 +248,7 @@ class Entries:
         left, size = long_norm(aside(v - image)), long_norm(v)
         largest = found.basis.spread.amax(-1) + gap.abs() + found.multiplier.abs()
         z = z.unsqueeze(1)
-        return z, *judged(left[:, None], size[:, None], largest[:, None], z)
+        return z, *judged(left[:, None], size[:, None], largest[:, None], long_norm(z))
 
 
 def are_few(rows: Rows, solver: Any) -> bool:

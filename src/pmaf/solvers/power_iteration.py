@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite_number, require_tolerance
+from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm
 from pmaf.linalg.roundings import STILL, given_or
@@ -121,7 +122,7 @@ def choose_shift(problem: Eigenvectors, M: Tensor, shift: float | None) -> Tenso
             following = following - basis @ (basis.mT @ following)
         size = torch.linalg.vector_norm(following, dim=-2, keepdim=True)
         basis = torch.cat([basis, following / _safe(size)], -1)
-    values = torch.linalg.eigvalsh(basis.mT @ (M @ basis))
+    values = eigenvalues(basis.mT @ (M @ basis))
     low, high = values[..., 0], values[..., -1]
     # One dominant vector needs λ_max + σ > |λ_min + σ|; several are safe with λ_min + σ > 0.
     least = -(low + high) / 2 if problem.width == 1 else -low

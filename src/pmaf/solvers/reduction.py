@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.errors import require_finite
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.log import took
 from pmaf.solvers.base import (
@@ -98,7 +99,7 @@ class Reduction(Solver):
         values, rows, failed = native.largest_pairs(A.detach(), k)
         if failed is not None:
             took("ied: decomposition of some")
-            spectrum, vectors = torch.linalg.eigh(symmetric_part(A.detach()[failed]))
+            spectrum, vectors = eigh(symmetric_part(A.detach()[failed]))
             values[failed] = spectrum[..., -k:].flip(-1)
             rows[failed] = vectors[..., -k:].flip(-1).mT
         unknown, none, converged = without_report(batch, rows.dtype, rows.device)
@@ -129,7 +130,12 @@ class Reduction(Solver):
 def is_compiled(A: Tensor, k: int) -> bool:
     """Whether compiled kernels are faster than a decomposition for k eigenvectors of `A`."""
     n = A.shape[-1]
-    return n <= COMPILED_ROWS and k <= max(1, n // _SHARE) and native.takes(A)
+    return n <= COMPILED_ROWS and are_few(k, n) and native.takes(A)
+
+
+def are_few(k: int, n: int) -> bool:
+    """Whether k of n eigenpairs are found faster than all."""
+    return k <= max(1, n // _SHARE)
 
 
 # LAPACK works in blocks, and is faster for matrices that do not fit into the cache of a core.

@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import ROUNDED, SETTLED
 from pmaf.linalg.symmetric_part import fixed_normal
 from pmaf.solvers.base import Eigenvectors, Outcome
@@ -47,7 +48,7 @@ def rayleigh_ritz(M: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ritz pairs in the span of an orthonormal block: values descending, vectors, `M` vectors."""
     image = M @ block
     small = block.mT @ image
-    values, vectors = torch.linalg.eigh(0.5 * (small + small.mT))
+    values, vectors = eigh(0.5 * (small + small.mT))
     vectors = vectors.flip(-1)
     return values.flip(-1), block @ vectors, image @ vectors
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pmaf.errors import require_at_least, require_finite
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.gram import (
     Spectrum,
     gram_spectrum,
@@ -134,7 +135,7 @@ class Secular(Solver):
         dtype, eps = g.dtype, torch.finfo(g.dtype).eps
         wide = dtype if g.device.type == "mps" else torch.float64
         M, g = M.to(wide), g.to(wide)
-        values, vectors = torch.linalg.eigh(symmetric_part(M))
+        values, vectors = eigh(symmetric_part(M))
         low, size = values[..., 0], values.abs().amax(-1)
         spread = merged(values - values[..., :1], size.unsqueeze(-1), merge_tolerance(dtype))
         spectrum = Spectrum(vectors.mT, spread, low, True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import (
     broadcast,
     norm,
@@ -174,7 +175,7 @@ _STEPS = 200
 
 def _direct(S: Tensor, shift: Tensor, right: Tensor) -> Tensor:
     """Solve by a full decomposition; `w` is zero along the eigenspace of the shift."""
-    values, vectors = torch.linalg.eigh(S)
+    values, vectors = eigh(S)
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
     # The error of the shift is a few eps times the largest modulus.
     scale = values.abs().amax(-1)[..., None, None]

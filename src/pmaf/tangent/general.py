@@ -89,7 +89,9 @@ def gmres(
         done = left <= ROUNDED * eps * floor
         stuck = (left >= 0.5 * previous) & (left <= LOOSE * eps * floor) & (products > 0)
         if products >= limit or agreed((done | stuck).all(-1)):
-            return Solved(system.clear(w) * back, *judged(left, size, largest, w), products)
+            return Solved(
+                system.clear(w) * back, *judged(left, size, largest, long_norm(w)), products
+            )
         H = right.new_zeros(B, depth + 1, depth)
         Q[:, :1] = rest / one_if_zero(left).unsqueeze(-1)
         look, used, s = _FIRST, depth, H.mT

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
 from pmaf.linalg.roundings import LOOSE, ROUNDED, power_of_two
-
-Product = Callable[[Tensor], Tensor]
+from pmaf.tangent.metric import Metric, Product
 
 
 class Solved(NamedTuple):
@@ -34,8 +33,11 @@ def conjugate_residuals(
     agreed: Callable[[Tensor], bool],
     tolerance: float = 0.0,
     inverse: Product | None = None,
+    metric: Metric | None = None,
 ) -> Solved:
     """Solve `(shift·I − A) z = right` with `Yz = 0` for each row, if this is positive definite.
+
+    With a metric `M`, solve `(shift·M − A) z = right` with `YMz = 0`.
 
     Where it is only semidefinite, because an eigenvalue repeats, the residual still falls to its
     minimum and `z` stays finite, which conjugate gradients do not guarantee.
@@ -48,11 +50,12 @@ def conjugate_residuals(
         scale: `(B,)`, the size of the matrix, which rounding errors are relative to.
         tolerance: on the residual relative to `right`, if it need not be down to rounding.
         inverse: a symmetric positive definite preconditioner, about the inverse of the matrix.
+        metric: in which rows are orthogonal and lengths are measured; it preconditions, too.
     """
-    system, right, back, largest = scaled_system(product, shift, y, right, scale)
+    system, right, back, largest = scaled_system(product, shift, y, right, scale, metric)
+    inverse = inverse if metric is None else metric.raised
     eps = torch.finfo(right.dtype).eps
-    size = long_norm(right)
-    right = system.clear(system.clear(right))
+    right, size = system.cleared(right)
     z, rest = torch.zeros_like(right), right
     near = rest if inverse is None else system.clear(inverse(rest))
     image = system(near)
@@ -61,10 +64,10 @@ def conjugate_residuals(
     products = 1
     while True:
         # The residual, and the size that its rounding error is relative to.
-        left, floor = long_norm(rest), size + largest * long_norm(z)
+        left, floor = system.left(rest, near), size + largest * system.length(z)
         done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
         # Where the matrix is zero along the residual, no step reduces the residual.
-        flat = ~(slope > ROUNDED * eps * largest * dot(near, near))  # or it is nan
+        flat = ~(slope > ROUNDED * eps * largest * system.square(rest, near))  # or it is nan
         if products >= limit or agreed((done | flat).all(-1)):
             break
         turned = ahead if inverse is None else system.clear(inverse(ahead))
@@ -74,6 +77,8 @@ def conjugate_residuals(
         z = z + step * direction
         rest = rest - step * ahead
         near = rest if inverse is None else near - step * turned
+        if metric is not None and products % _RAISE == 0:
+            near = system.clear(metric.raised(rest))
         image = system(near)
         products += 1
         following = dot(near, image)
@@ -81,8 +86,11 @@ def conjugate_residuals(
         direction, ahead = near + ratio * direction, image + ratio * ahead
         slope = following
     z = system.clear(z)
-    left = long_norm(right - system(z))
-    return Solved(z * back, *judged(left, size, largest, z), products + 1)
+    rest = right - system(z)
+    left = system.left(rest, rest if metric is None else system.clear(metric.raised(rest)))
+    rounding = 1.0 if metric is None else metric.rounding
+    judgement = judged(left, size, largest, system.length(z), rounding)
+    return Solved(z * back, *judgement, products + 1)
 
 
 class System:
@@ -98,9 +106,65 @@ class System:
     def clear(self, x: Tensor) -> Tensor:
         return torch.baddbmm(x, inner(x, self.y), self.y, alpha=-1)
 
+    def cleared(self, right: Tensor) -> tuple[Tensor, Tensor]:
+        """A right-hand side without its part along `y`, and its length `(B, p)` with it."""
+        return self.clear(self.clear(right)), long_norm(right)
+
+    def left(self, rest: Tensor, near: Tensor) -> Tensor:
+        """The length of a residual, of which `near` is the preconditioned one."""
+        return long_norm(rest)
+
+    def square(self, rest: Tensor, near: Tensor) -> Tensor:
+        """The square of the length of `near`."""
+        return dot(near, near)
+
+    def length(self, z: Tensor) -> Tensor:
+        return long_norm(z)
+
+
+class MetricSystem(System):
+    """`(shift·M − A)/unit` on the complement of `y`, from vectors to functions; see `Metric`."""
+
+    def __init__(
+        self, product: Product, column: Tensor, unit: Tensor, y: Tensor, metric: Metric
+    ) -> None:
+        super().__init__(product, column, unit, y)
+        self.metric, self.dual = metric, metric.dual(y)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self.clear(x)
+        return self._lowered(self.column * self.metric.dual(x) - self.product(x) / self.unit)
+
+    def clear(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(x, inner(x, self.dual), self.y, alpha=-1)
+
+    def _lowered(self, right: Tensor) -> Tensor:
+        """`clear` for functions."""
+        return torch.baddbmm(right, inner(right, self.y), self.dual, alpha=-1)
+
+    def cleared(self, right: Tensor) -> tuple[Tensor, Tensor]:
+        along = long_norm(inner(right, self.y))
+        right = self._lowered(self._lowered(right))
+        return right, torch.hypot(along, self.left(right, self.metric.raised(right)))
+
+    def left(self, rest: Tensor, near: Tensor) -> Tensor:
+        # Rounding of a residual near zero may have any sign.
+        return self.square(rest, near).clamp_min(0).sqrt()
+
+    def square(self, rest: Tensor, near: Tensor) -> Tensor:
+        return dot(rest, near)
+
+    def length(self, z: Tensor) -> Tensor:
+        return self.metric.length(z, self.metric.dual(z))
+
 
 def scaled_system(
-    product: Product, shift: Tensor, y: Tensor, right: Tensor, scale: Tensor
+    product: Product,
+    shift: Tensor,
+    y: Tensor,
+    right: Tensor,
+    scale: Tensor,
+    metric: Metric | None = None,
 ) -> tuple[System, Tensor, Tensor, Tensor]:
     """The system in units in which no square over- or underflows.
 
@@ -110,17 +174,22 @@ def scaled_system(
     short = power_of_two(right.abs().amax(-1, keepdim=True))
     column = shift.unsqueeze(-1) / unit
     largest = column.squeeze(-1).abs() + (scale / unit[:, 0, 0]).unsqueeze(-1)
-    return System(product, column, unit, y), right / short, short / unit, largest
+    system = System(product, column, unit, y)
+    if metric is not None:
+        system = MetricSystem(product, column, unit, y, metric)
+    return system, right / short, short / unit, largest
 
 
-def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def judged(
+    left: Tensor, size: Tensor, largest: Tensor, length: Tensor, rounding: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Residuals relative to the right-hand sides, and whether the solutions are accurate.
 
     The rounding error of the matrix is magnified by the length of the solution; its sum with the
-    residual has to be below `WORTH`.
+    residual has to be below `WORTH`. `rounding` is the error of a product, in units of eps.
     """
-    eps = torch.finfo(z.dtype).eps
-    magnified = largest * long_norm(z)
+    eps = rounding * torch.finfo(left.dtype).eps
+    magnified = largest * length
     solved = left <= LOOSE * eps * (size + magnified)
     known = left + eps * magnified <= WORTH * size
     return (left / one_if_zero(size)).amax(-1), (solved & known).all(-1)
@@ -128,3 +197,5 @@ def judged(left: Tensor, size: Tensor, largest: Tensor, z: Tensor) -> tuple[Tens
 
 # The largest relative error of a solution that is used.
 WORTH = 0.01
+# Steps after which the residual is raised again, because the errors of `raised` add up.
+_RAISE = 8

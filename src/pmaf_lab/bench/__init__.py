@@ -7,6 +7,7 @@ from pmaf_lab.bench.graphs import Graphs
 from pmaf_lab.bench.least_squares import LessRace
 from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
+from pmaf_lab.bench.pool import PoolRace
 from pmaf_lab.bench.problems import HermitianRace, NullspaceRace, PairsRace
 from pmaf_lab.bench.users import UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
@@ -59,6 +60,7 @@ BENCHMARKS = Collection(
         NullspaceRace(),
         PairsRace(),
         HermitianRace(),
+        PoolRace(),
         Graphs(),
         PrincipalComponents(),
     ),

@@ -5,33 +5,36 @@
 
 namespace pmaf {
 
-// Largest eigenpairs of ½(A + Aᵀ), or of its negative.
+// Largest eigenpairs of ½(A + Aᴴ), or of its negative; or those of a pair, Ay = λMy with yᴴMy = 1, for
+// which C = T⁻¹AT⁻ᴴ with M = TTᴴ has the same eigenvalues, and vectors x = Tᴴy.
 struct Forward {
-  const void *A;  // (batch, n, n)
+  const void *A, *M;  // (batch, n, n); M is null for one matrix
   long batch;
   int n, k;
   double sign;             // −1 for the smallest eigenvalues
   const double *second;    // (n), decides signs where the sum of a vector is zero
   double tolerance;        // up to which a sum counts as zero
+  double definite;         // the least pivot of M, relative to its diagonal
   void *values, *vectors;  // (batch, k), (batch, k, n)
-  int columns;             // whether the vectors are (batch, n, k)
+  double *matrix, *factor, *x;  // of a pair: C, the factor of M, (batch, n, n), and (batch, k, n)
   uint8_t *failed;         // (batch), or null
 };
 
 // The gradient of A, given those of the vectors and of the values; or the solutions of the linear
-// systems alone, where shifts are given.
+// systems alone, where shifts are given. Of a pair, the gradients of both matrices.
 struct Backward {
-  const void *A, *y;           // (batch, n, n), (batch, k, n)
-  const void *v;               // (batch, rows, n), or null
-  const void *shift;           // (batch, rows), or null for a gradient, which has k rows
-  const void *d_values;        // (batch, k), or null
+  const void *A, *y;       // (batch, n, n), (batch, k, n); of a pair null
+  const double *matrix, *factor, *x;  // what the forward pass of a pair has returned
+  const void *v;           // (batch, rows, n), or null
+  const void *shift;       // (batch, rows), or null for a gradient, which has k rows
+  const void *d_values;    // (batch, k), or null
   long batch;
   int n, k, rows;
   double sign;
-  double equal;     // relative distance up to which eigenvalues count as one
-  int columns;      // whether y is (batch, n, k) and v is (batch, n, rows)
-  void *result;     // the gradient (batch, n, n), or the solutions (batch, rows, n)
-  uint8_t *failed;  // (batch), or null
+  double equal;            // relative distance up to which eigenvalues count as one
+  void *result;            // the gradient (batch, n, n), or null, or the solutions (batch, rows, n)
+  void *d_metric;          // the gradient of M, or null
+  uint8_t *failed;         // (batch), or null
 };
 
 // Least squares on the unit sphere, of float: min ½‖Au − b‖² subject to ‖u‖ = 1.
@@ -57,10 +60,10 @@ struct LeastSquaresBackward {
   uint8_t *failed;  // (batch), or null
 };
 
-// Kernels for one instruction set, for float and for double.
+// Kernels for one instruction set: for float, double, and complex numbers of both.
 struct Kernels {
-  long (*forward[2])(const Forward &, int threads);
-  long (*backward[2])(const Backward &, int threads);
+  long (*forward[4])(const Forward &, int threads);
+  long (*backward[4])(const Backward &, int threads);
   long (*least_squares)(const LeastSquares &, int threads);
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
 };

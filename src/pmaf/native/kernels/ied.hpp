@@ -1,4 +1,5 @@
-// The layer IED: largest eigenpairs of symmetric matrices, and their gradients.
+// The layer IED: largest eigenpairs of symmetric and Hermitian matrices, and of pairs of them, and
+// their gradients.
 //
 // Everything is computed in double precision. For matrices of float the results are then exact to
 // their last digit, and no code refines them.
@@ -10,20 +11,20 @@
 namespace pmaf {
 namespace {
 
-// Replaces a matrix by its symmetric part: the upper triangle, and the vectors on the diagonal.
-// Returns its largest entry.
-inline double symmetrise_rows(double *a, int n, int stride) {
+// Replaces a matrix by its Hermitian part: the upper triangle, and the vectors on the diagonal.
+// Returns its largest part of an entry.
+template <class E> inline double symmetrise_rows(double *a, int n, int stride) {
+  using V = Vector<E>;
   Lanes largest = all_of<Lanes>(0);
   const Lanes half = all_of<Lanes>(0.5);
   for (int r = 0; r < n; r += WIDTH)
     for (int c = r; c < n; c += WIDTH) {
-      alignas(64) double turned[WIDTH][WIDTH];
-      for (int y = 0; y < WIDTH; ++y)
-        for (int x = 0; x < WIDTH; ++x) turned[x][y] = c + y < n ? a[(c + y) * stride + r + x] : 0;
+      V turned[WIDTH];
+      turn_block<E>(a, n, stride, c, r, turned);
       for (int x = 0; x < WIDTH && r + x < n; ++x) {
-        Lanes &row = *at(a + (r + x) * stride + c);
-        row = half * row + half * *at(turned[x]);
-        largest = larger(largest, size_of(row));
+        V &row = at<E>(a + (r + x) * stride)[c / WIDTH];
+        row = row * half + turned[x] * half;
+        largest = larger(largest, largest_part(row));
       }
     }
   double most = 0;
@@ -31,39 +32,28 @@ inline double symmetrise_rows(double *a, int n, int stride) {
   return most;
 }
 
-template <class R> inline R symmetrise(R *a, int n) {
+template <class X> inline RealOf<X> symmetrise(X *a, int n) {
+  using R = RealOf<X>;
   R largest = all_of<R>(0);
   const R half = all_of<R>(0.5);
   for (int i = 0; i < n; ++i)
     for (int j = 0; j <= i; ++j) {
-      const R s = half * a[i * n + j] + half * a[j * n + i];
-      a[i * n + j] = a[j * n + i] = s;
-      largest = larger(largest, size_of(s));
+      const X s = a[i * n + j] * half + conjugate(a[j * n + i]) * half;
+      a[i * n + j] = s;
+      a[j * n + i] = conjugate(s);
+      largest = larger(largest, largest_part(s));
     }
   return largest;
 }
 
-// Loads ½(A + Aᵀ)/unit of each matrix, and returns the powers of two by which it was divided.
-template <class S, class F>
-inline typename S::Number load(const F *A, int n, int filled, double sign,
-                               typename S::Number *a) {
+// Divides matrices, of which `largest` is the largest entry, by powers of two, which are returned.
+template <class S>
+inline typename S::Number divide(typename S::Number *a, int n, double sign,
+                                 typename S::Number largest) {
   using R = typename S::Number;
-  constexpr int lanes = Kind<R>::lanes;
   const int stride = S::stride_of(n);
-  for (int l = 0; l < lanes; ++l) {
-    const F *x = A + (long)(l < filled ? l : 0) * n * n;
-    double *to = (double *)a + l;
-    for (int i = 0; i < n; ++i) {
-      for (int j = 0; j < n; ++j) to[(i * stride + j) * lanes] = x[i * n + j];
-      for (int j = n; j < stride; ++j) to[(i * stride + j) * lanes] = 0;
-    }
-  }
-  R largest, unit, scale;
-  if constexpr (S::along_rows)
-    largest = symmetrise_rows(a, n, stride);
-  else
-    largest = symmetrise(a, n);
-  for (int l = 0; l < lanes; ++l) {
+  R unit, scale;
+  for (int l = 0; l < Kind<R>::lanes; ++l) {
     const double power = power_of_two(get(largest, l));
     put(unit, l, power);
     put(scale, l, sign / power);
@@ -71,16 +61,183 @@ inline typename S::Number load(const F *A, int n, int filled, double sign,
   if constexpr (S::along_rows) {
     const Lanes factor = all_of<Lanes>(scale);
     for (int i = 0; i < n; ++i)
-      for (int c = vectors_before(i); c < stride / WIDTH; ++c) at(a + i * stride)[c] *= factor;
+      for (int c = vectors_before(i) * S::parts; c < stride / WIDTH; ++c)
+        at(a + i * stride)[c] *= factor;
   } else {
-    for (int i = 0; i < n * n; ++i) a[i] *= scale;
+    for (int i = 0; i < n * stride; ++i) a[i] *= scale;
   }
   return unit;
 }
 
-template <class S> inline long forward_space(int n, int k) {
+// Loads ½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided.
+template <class S, class F>
+inline typename S::Number load(const F *A, int n, int filled, double sign,
+                               typename S::Number *a) {
+  using R = typename S::Number;
+  const int stride = S::stride_of(n);
+  for (int i = 0; i < n; ++i) {
+    if constexpr (S::along_rows)  // rows end in zeros
+      for (int j = vectors_before(n) * WIDTH * S::parts; j < stride; ++j) a[i * stride + j] = 0;
+  }
+  for (int i = 0; i < n; ++i)
+    load_entries<S, F>(A + (long)i * n * S::parts, (long)n * n, filled, n, a + i * stride);
+  R largest;
+  if constexpr (S::along_rows)
+    largest = symmetrise_rows<typename S::Entry>(a, n, stride);
+  else
+    largest = symmetrise((typename S::Entry *)a, n);
+  return divide<S>(a, n, sign, largest);
+}
+
+template <class S> inline long forward_space(int n, int k, bool pair) {
   const long stride = S::stride_of(n);
-  return stride * n + 10 * stride + k * stride + k + 16;
+  return (pair ? 3 : 1) * stride * n + 13 * stride + k * stride + k + 16;
+}
+
+// Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
+// as `a`, `work` holds 5·stride.
+template <class S, class F>
+inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
+                                      typename S::Number unit, typename S::Number *a,
+                                      typename S::Number *lower, typename S::Number *spare,
+                                      typename S::Number *inverse, typename S::Number *work,
+                                      MaskOf<typename S::Number> &good) {
+  using R = typename S::Number;
+  constexpr int lanes = Kind<R>::lanes;
+  const int n = p.n, stride = S::stride_of(n);
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  const F *M = (const F *)p.M + first * n * n * S::parts;
+  const R metric = load<S, F>(M, n, filled, 1, lower);
+  R *diagonal = work;
+  for (int i = 0; i < n; ++i) diagonal[i] = real_part(S::entry(lower + i * stride, i));
+  for (int i = 0; i < stride; ++i) inverse[i] = none;
+  good = both(S::factor(lower, n, stride, inverse, all_of<R>(EPS * EPS)), metric == metric);
+  for (int i = 0; i < n; ++i) {
+    const MaskOf<R> far = inverse[i] * diagonal[i] * all_of<R>(p.definite) < one;
+    good = both(good, far);
+    inverse[i] = choose(good, inverse[i], one);  // the entry is solved by another way
+  }
+  S::congruent(lower, n, stride, inverse, a, spare, work);
+  R largest = none;
+  for (int i = 0; i < n; ++i)
+    for (int j = i; j < n; ++j)
+      largest = larger(largest, largest_part(S::entry(a + i * stride, j)));
+  const R again = divide<S>(a, n, 1, largest), all = unit * again / metric;
+  for (int i = 0; i < n; ++i) inverse[i] /= metric;
+  if (!p.matrix) return all;
+  for (int i = 0; i < n; ++i)
+    for (int j = i; j < n; ++j)
+      for (int part = 0; part < S::parts; ++part) {
+        const R c = a[i * stride + S::place(j, part)] * all * all_of<R>(p.sign);
+        const R f = i == j ? inverse[i] : lower[S::place_in_factor(n, stride, j, i, part)];
+        for (int l = 0; l < lanes && l < filled; ++l) {
+          const long start = (first + l) * n * n;
+          p.matrix[(start + (long)i * n + j) * S::parts + part] = get(c, l);
+          p.matrix[(start + (long)j * n + i) * S::parts + part] = part ? -get(c, l) : get(c, l);
+          p.factor[(start + (long)i * n + j) * S::parts + part] = get(f, l);
+        }
+      }
+  return all;
+}
+
+// Loads the factor that `reduce_pair` has stored.
+template <class S>
+inline void load_factor(const double *from, int n, int filled, typename S::Number *lower,
+                        typename S::Number *inverse) {
+  using R = typename S::Number;
+  constexpr int lanes = Kind<R>::lanes;
+  const int stride = S::stride_of(n);
+  for (int i = 0; i < n * stride; ++i) lower[i] = all_of<R>(0);
+  for (int l = 0; l < lanes; ++l) {
+    const double *x = from + (long)(l < filled ? l : 0) * n * n * S::parts;
+    for (int i = 0; i < n; ++i) {
+      ((double *)inverse)[i * lanes + l] = x[(i * n + i) * S::parts];
+      for (int j = i + 1; j < n; ++j)
+        for (int part = 0; part < S::parts; ++part)
+          ((double *)lower)[S::place_in_factor(n, stride, j, i, part) * lanes + l] =
+              x[(i * n + j) * S::parts + part];
+    }
+  }
+}
+
+// x ← T⁻¹x, or x ← T⁻ᴴx.
+template <class S>
+inline void divide_by_root(const typename S::Number *inverse, int n, typename S::Number *x) {
+  for (int i = 0; i < n; ++i)
+    for (int part = 0; part < S::parts; ++part) x[S::place(i, part)] *= root(inverse[i]);
+}
+template <class S>
+inline void forth(const typename S::Number *lower, const typename S::Number *inverse, int n,
+                  typename S::Number *x) {
+  S::solve_lower(lower, n, S::stride_of(n), x);
+  divide_by_root<S>(inverse, n, x);
+}
+template <class S>
+inline void back(const typename S::Number *lower, const typename S::Number *inverse, int n,
+                 typename S::Number *x) {
+  divide_by_root<S>(inverse, n, x);
+  S::solve_upper(lower, n, S::stride_of(n), x);
+}
+
+template <class S> inline typename S::Number square(const typename S::Number *x, int n) {
+  return dot(x, x, S::stride_of(n));
+}
+template <class S>
+inline void scale(typename S::Number *x, typename S::Number factor, int n) {
+  for (int i = 0; i < S::stride_of(n); ++i) x[i] *= factor;
+}
+
+// The sum of the entries.
+template <class S> inline typename S::Entry sum_of(const typename S::Number *x, int n) {
+  typename S::Entry sum = S::entry(x, 0);
+  for (int i = 1; i < n; ++i) sum += S::entry(x, i);
+  return sum;
+}
+
+// Multiplies a vector by the sign, or by the phase, that makes the sum of its entries positive. Where
+// that is zero, a second product decides the sign; the phase is not decided, and not good.
+template <class S>
+inline void orient(const Forward &p, typename S::Number length, typename S::Number *z,
+                   MaskOf<typename S::Number> &good, typename S::Number *x) {
+  using R = typename S::Number;
+  const int n = p.n;
+  const R tolerance = all_of<R>(p.tolerance) * length;
+  if constexpr (S::parts == 1) {
+    const R sign = sign_of(z, n, p.second, tolerance);
+    scale<S>(z, sign, n);
+    if (x) scale<S>(x, sign, n);
+  } else {
+    const typename S::Entry sum = sum_of<S>(z, n);
+    const R size = root(square_of(sum));
+    good = both(good, size > tolerance);
+    const typename S::Entry phase = conjugate(sum) / choose(size > tolerance, size, all_of<R>(1));
+    const auto turn = [&](R *vector) {
+      for (int i = 0; i < n; ++i) {
+        const typename S::Entry turned = S::entry(vector, i) * phase;
+        vector[S::place(i, 0)] = turned.re;
+        vector[S::place(i, 1)] = turned.im;
+      }
+    };
+    turn(z);
+    if (x) turn(x);
+  }
+}
+
+// Whether a number, rounded to F, is finite.
+template <class F, class R> inline MaskOf<R> fits(R x) {
+  constexpr double most = sizeof(F) == 4 ? 3.4028235e38 : 1.7976931348623157e308;
+  return size_of(x) <= all_of<R>(most);
+}
+
+template <class R>
+inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
+  long many = 0;
+  for (int l = 0; l < Kind<R>::lanes && l < filled; ++l) {
+    const bool bad = !is_set(good, l);
+    if (failed) failed[first + l] = bad;
+    many += bad;
+  }
+  return many;
 }
 
 template <class S, class F>
@@ -88,46 +245,50 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
   using R = typename S::Number;
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, k = p.k, stride = S::stride_of(n);
-  R *a = space, *d = a + (long)stride * n, *e = d + stride, *e2 = e + stride, *tau = e2 + stride,
-    *work = tau + stride, *rows = work + 5 * stride, *values = rows + k * stride;
-  const F *A = (const F *)p.A + first * n * n;
-  const R unit = load<S, F>(A, n, filled, p.sign, a);
+  const bool pair = p.M;
+  R *a = space, *lower = a + (long)stride * n, *spare = lower + (pair ? (long)stride * n : 0),
+    *d = spare + (pair ? (long)stride * n : 0), *e = d + stride, *e2 = e + stride,
+    *tau = e2 + stride, *work = tau + stride, *inverse = work + 5 * stride, *z = inverse + stride,
+    *x = z + stride, *rows = x + stride, *values = rows + k * stride;
+  const F *A = (const F *)p.A + first * n * n * S::parts;
+  R unit = load<S, F>(A, n, filled, p.sign, a);
+  MaskOf<R> good = unit == unit;
+  if (pair)
+    unit = reduce_pair<S, F>(p, first, filled, unit, a, lower, spare, inverse, work, good);
   S::reduce(a, n, stride, d, e, tau, work);
   Tridiagonal<R> t{n, d, e, e2, {}, {}, {}};
-  const MaskOf<R> good = largest_pairs(t, k, values, rows, stride, work);
+  good = both(good, largest_pairs(t, k, values, rows, n, work));
   for (int j = 0; j < k; ++j) {
-    R *z = rows + j * stride;
-    for (int i = n; i < stride; ++i) z[i] = all_of<R>(0);
+    for (int i = 0; i < stride; ++i) z[i] = all_of<R>(0);
+    for (int i = 0; i < n; ++i) z[S::place(i, 0)] = rows[j * n + i];
     S::turn_back(a, n, stride, tau, z);
-    const R sign = sign_of(z, n, p.second, p.tolerance);
+    R length = all_of<R>(1);
+    if (pair) {
+      for (int i = 0; i < stride; ++i) x[i] = z[i];
+      back<S>(lower, inverse, n, z);
+      length = root(square<S>(z, n));
+      good = both(good, fits<F>(length));
+    }
+    orient<S>(p, length, z, good, pair ? x : nullptr);
     values[j] = choose(size_of(values[j]) < all_of<R>(16 * PIVOT), all_of<R>(0), values[j]);
     values[j] *= unit * all_of<R>(p.sign);
-    const Place place(j, k, n, p.columns);
+    if (pair) good = both(good, fits<F>(values[j]));
     F *value = (F *)p.values + first * k + j;
-    F *vector = (F *)p.vectors + first * k * n + place.start;
-    for (int l = 0; l < lanes && l < filled; ++l) {
-      value[l * k] = (F)get(values[j], l);
-      F *to = vector + (long)l * k * n;
-      const double s = get(sign, l);
-      for (int i = 0; i < n; ++i)
-        to[i * place.stride] = (F)(s * ((const double *)z)[i * lanes + l]);
-    }
+    for (int l = 0; l < lanes && l < filled; ++l) value[l * k] = (F)get(values[j], l);
+    const long start = (first * k + j) * n * S::parts, step = (long)k * n;
+    store_entries<S, F>(z, all_of<R>(1), step, filled, n, (F *)p.vectors + start);
+    if (p.x) store_entries<S, double>(x, all_of<R>(1), step, filled, n, p.x + start);
   }
-  long many = 0;
-  for (int l = 0; l < lanes && l < filled; ++l) {
-    const bool bad = !is_set(good, l);
-    if (p.failed) p.failed[first + l] = bad;
-    many += bad;
-  }
-  return many;
+  return report<R>(good, first, filled, p.failed);
 }
 
 // So many vectors of a repeated eigenvalue are found one by one; beyond, a decomposition is faster.
 constexpr int NULLS = 8;
 
-template <class S> inline long backward_space(int n, int k, int rows) {
+template <class S> inline long backward_space(int n, int k, int rows, bool pair) {
   const long stride = S::stride_of(n);
-  return 2 * stride * n + 6 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) + k * k + 16;
+  return (pair ? 3 : 2) * stride * n + 8 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) +
+         2 * S::parts * k * k + 16;
 }
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
@@ -139,55 +300,82 @@ inline typename S::Number norm_of(const typename S::Number *a, int n, typename S
   const int stride = S::stride_of(n);
   const R one = all_of<R>(1), least = all_of<R>(1e-200);
   if constexpr (!S::along_rows) {
-    return larger(root(dot(a, a, n * n) * all_of<R>(1.0 / n)), least);
+    return larger(root(dot(a, a, n * stride) * all_of<R>(1.0 / n)), least);
   } else {
-    R scale = least;
-    for (int i = 0; i < n; ++i) probe[i] = all_of<R>(1 + 0.5 * ((i * 7919) % 13 - 6.0) / 6);
+    R size = least;
+    for (int i = 0; i < n; ++i) probe[S::place(i, 0)] = 1 + 0.5 * ((i * 7919) % 13 - 6.0) / 6;
     for (int step = 0; step < 2; ++step) {
-      const R length = one / root(dot(probe, probe, n));
-      for (int i = 0; i < n; ++i) probe[i] *= length;
+      scale<S>(probe, one / root(square<S>(probe, n)), n);
       S::product(a, n, stride, probe, image);
-      scale = larger(scale, root(dot(image, image, n)));
-      for (int i = 0; i < n; ++i) probe[i] = image[i] + least;
+      size = larger(size, root(square<S>(image, n)));
+      for (int i = 0; i < n; ++i)
+        for (int part = 0; part < S::parts; ++part)
+          probe[S::place(i, part)] = image[S::place(i, part)] + least;
     }
-    return scale;
+    return size;
   }
 }
 
+// Row r of Σ zyᴴ + yzᴴ, over the rows of z and y.
+template <class S>
+inline void row_of_product(int r, int n, int k, const typename S::Number *z,
+                           const typename S::Number *y, typename S::Number *image) {
+  using R = typename S::Number;
+  const int stride = S::stride_of(n);
+  for (int i = 0; i < stride; ++i) image[i] = all_of<R>(0);
+  for (int j = 0; j < k; ++j) {
+    S::add(image, conjugate(S::entry(z + j * stride, r)), y + j * stride, n);
+    S::add(image, conjugate(S::entry(y + j * stride, r)), z + j * stride, n);
+  }
+  // So far it is the conjugate.
+  if constexpr (S::parts == 2)
+    for (int i = 0; i < n; ++i) image[S::place(i, 1)] = -image[S::place(i, 1)];
+}
+
 // Solves (λI − S)z = v for each row, where z is orthogonal to the rows of y, by Cholesky's
-// factorisation of λI − S + YᵀDY, in which D makes the matrix as large along y as it is elsewhere.
-// For a gradient, the part of z along the other vectors follows in closed form.
+// factorisation of λI − S + YᴴDY, in which D makes the matrix as large along y as it is elsewhere.
+// For a gradient, the part of z along the other vectors follows in closed form. A pair is reduced to
+// one matrix S, and its z is that of S, turned back.
 template <class S, class F>
 inline long solve_complement(const Backward &p, long first, int filled,
                              typename S::Number *space) {
   using R = typename S::Number;
+  using X = typename S::Entry;
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, k = p.k, rows = p.rows, stride = S::stride_of(n);
-  R *a = space, *K = a + (long)stride * n, *inverse = K + (long)stride * n,
-    *image = inverse + stride, *probe = image + 2 * stride, *again = probe + stride, *right = again + stride,
-    *y = right + stride, *z = y + k * stride, *values = z + rows * stride, *shifts = values + k;
+  const bool pair = p.matrix;
+  R *a = space, *K = a + (long)stride * n, *lower = K + (long)stride * n,
+    *inverse = lower + (pair ? (long)stride * n : 0), *roots = inverse + stride,
+    *image = roots + stride, *probe = image + 2 * stride, *again = probe + stride,
+    *right = again + stride, *y = right + stride, *z = y + k * stride, *null = z + rows * stride,
+    *values = null + NULLS * stride, *shifts = values + k;
+  X *inside = (X *)(shifts + rows), *normal = inside + k * k;
   const R one = all_of<R>(1), none = all_of<R>(0);
-  const F *A = (const F *)p.A + first * n * n;
-  const R unit = load<S, F>(A, n, filled, p.sign, a);
-  for (int i = 0; i < (k + rows + 6) * stride; ++i) inverse[i] = none;
+  const long start = first * n * n * S::parts;
+  const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
+                      : load<S, F>((const F *)p.A + start, n, filled, p.sign, a);
+  for (int i = 0; i < (k + rows + NULLS + 7) * stride; ++i) inverse[i] = none;
+  if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);
   for (int j = 0; j < k; ++j) {
-    const Place place(j, k, n, p.columns);
-    const F *from = (const F *)p.y + first * k * n + place.start;
-    load_row<R, F>(from, (long)k * n, filled, n, y + j * stride, place.stride);
+    const long from = (first * k + j) * n * S::parts;
+    if (pair)
+      load_entries<S, double>(p.x + from, (long)k * n, filled, n, y + j * stride);
+    else
+      load_entries<S, F>((const F *)p.y + from, (long)k * n, filled, n, y + j * stride);
   }
   // The rows have been rounded: in double precision they are normalised again.
   for (int j = 0; j < k; ++j) {
     R *row = y + j * stride;
-    for (int i = 0; i < j; ++i) add(row, -dot(row, y + i * stride, n), y + i * stride, n);
-    const R length = one / root(dot(row, row, n));
-    for (int i = 0; i < n; ++i) row[i] *= length;
+    for (int i = 0; i < j; ++i)
+      S::add(row, -S::dot(y + i * stride, row, n), y + i * stride, n);
+    scale<S>(row, one / root(square<S>(row, n)), n);
     S::product(a, n, stride, row, image);
-    values[j] = dot(image, row, n);
+    values[j] = real_part(S::dot(image, row, n));
   }
-  R scale = norm_of<S>(a, n, probe, image);
-  for (int j = 0; j < k; ++j) scale = larger(scale, size_of(values[j]));
-  const R equal = all_of<R>(p.equal) * scale;
-  MaskOf<R> good = scale == scale;
+  R size = norm_of<S>(a, n, probe, image);
+  for (int j = 0; j < k; ++j) size = larger(size, size_of(values[j]));
+  const R equal = all_of<R>(p.equal) * size;
+  MaskOf<R> good = size == size;
   for (int j = 0; j < rows; ++j) {
     R *row = z + j * stride;
     if (p.shift) {
@@ -202,44 +390,57 @@ inline long solve_complement(const Backward &p, long first, int filled,
       shifts[j] = values[j];
     }
     if (!p.v) continue;
-    const Place place(j, rows, n, p.columns);
-    const F *from = (const F *)p.v + first * rows * n + place.start;
-    load_row<R, F>(from, (long)rows * n, filled, n, row, place.stride);
+    const F *from = (const F *)p.v + (first * rows + j) * n * S::parts;
+    load_entries<S, F>(from, (long)rows * n, filled, n, row);
+    if (S::parts == 2 && !p.shift) {
+      // The phase makes the sum of y real: the gradient counts as one that is orthogonal to iy.
+      for (int i = 0; i < stride; ++i) right[i] = y[j * stride + i];
+      if (pair) back<S>(lower, roots, n, right);
+      const R turn = imaginary_part(S::dot(row, right, n)) / real_part(sum_of<S>(right, n));
+      for (int i = 0; i < n; ++i) row[S::place(i, S::parts - 1)] += turn;
+    }
+    if (pair) forth<S>(lower, roots, n, row);
   }
-  // For a gradient, z has a part along the other vectors, in closed form. The symmetric part of the
-  // products of v and y does not matter, and a difference below rounding of v counts as zero: for a
-  // function of the span it is zero, and two eigenvalues may be close.
+  // For a gradient, z has a part along the other vectors, in closed form. The Hermitian part of the
+  // products of v and y does not matter for one matrix, and a difference below rounding of v counts as
+  // zero: for a function of the span it is zero, and two eigenvalues may be close.
   const bool coupled = p.v && !p.shift && k > 1;
-  R *inside = shifts + rows + NULLS * stride;
-  for (int j = 0; j < k && coupled; ++j)
+  for (int j = 0; j < k && p.v && !p.shift; ++j)
     for (int i = 0; i <= j; ++i) {
-      const R *v = z + j * stride, *w = z + i * stride, rise = values[j] - values[i];
-      const R turn = all_of<R>(0.5) * (dot(v, y + i * stride, n) - dot(w, y + j * stride, n));
+      const R *v = z + j * stride, *w = z + i * stride, half = all_of<R>(0.5);
+      const X up = S::dot(y + i * stride, v, n), down = conjugate(S::dot(y + j * stride, w, n));
+      normal[i * k + j] = up * half + down * half;
+      normal[j * k + i] = conjugate(normal[i * k + j]);
+      const R rise = values[j] - values[i];
+      const X turn = up * half - down * half;
       R most = none;  // the squares of v may overflow
-      for (int l = 0; l < n; ++l) most = larger(most, larger(size_of(v[l]), size_of(w[l])));
-      const MaskOf<R> known = both(size_of(rise) > equal, size_of(turn) > all_of<R>(p.equal) * most);
-      inside[i * k + j] = inside[j * k + i] =
-          choose(known, turn / choose(rise == none, one, rise), none);
+      for (int l = 0; l < stride; ++l) most = larger(most, larger(size_of(v[l]), size_of(w[l])));
+      const MaskOf<R> known =
+          both(size_of(rise) > equal, largest_part(turn) > all_of<R>(p.equal) * most);
+      inside[i * k + j] =
+          choose(known, turn / choose(rise == none, one, rise), from_real<X>(none));
+      inside[j * k + i] = conjugate(inside[i * k + j]);
     }
   // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
   // elsewhere.
   int nulls = 0;
-  R *null = shifts + rows;
   const auto factor = [&](R shift) {
     for (int r = 0; r < n; ++r) {
       R *row = K + r * stride;
       for (int c = 0; c < stride; ++c) row[c] = -a[r * stride + c];
-      row[r] += shift;
+      row[S::place(r, 0)] += shift;
       for (int i = 0; i < k; ++i)
-        add(row, (scale - (shift - values[i])) * y[i * stride + r], y + i * stride, n);
+        S::add_conjugate(row, S::entry(y + i * stride, r) * (size - (shift - values[i])),
+                         y + i * stride, n);
       for (int i = 0; i < nulls; ++i)
-        add(row, scale * null[i * stride + r], null + i * stride, n);
+        S::add_conjugate(row, S::entry(null + i * stride, r) * size, null + i * stride, n);
     }
-    S::factor(K, n, stride, inverse, all_of<R>(EPS) * scale);
+    S::factor(K, n, stride, inverse, all_of<R>(EPS) * size);
   };
   const auto clear = [&](R *x) {
-    for (int i = 0; i < k; ++i) orthogonal_to(x, y + i * stride, n);
-    for (int i = 0; i < nulls; ++i) orthogonal_to(x, null + i * stride, n);
+    for (int i = 0; i < k; ++i) S::add(x, -S::dot(y + i * stride, x, n), y + i * stride, n);
+    for (int i = 0; i < nulls; ++i)
+      S::add(x, -S::dot(null + i * stride, x, n), null + i * stride, n);
   };
   for (int j = 0; j < rows && p.v; ++j) {
     bool fresh = j == 0 || nulls > 0;
@@ -248,71 +449,69 @@ inline long solve_complement(const Backward &p, long first, int filled,
     if (fresh) factor(shifts[j]);
     R *row = z + j * stride;
     clear(row);
-    for (int i = 0; i < n; ++i) right[i] = row[i];
+    for (int i = 0; i < stride; ++i) right[i] = row[i];
     for (;;) {
       clear(row);
       S::solve(K, n, stride, inverse, row);
       clear(row);
       // ‖K⁻¹z‖/‖z‖ is a lower bound of 1/gap, close to it where a small gap matters. If the gap is
       // rounding, K⁻¹z is a null vector: there is no derivative along it, and z gets no part along it.
-      for (int i = 0; i < n; ++i) again[i] = row[i];
+      for (int i = 0; i < stride; ++i) again[i] = row[i];
       S::solve(K, n, stride, inverse, again);
       clear(again);
-      const R growth = dot(again, again, n), size = dot(row, row, n);
-      const MaskOf<R> singular = negate(growth * equal * equal <= size);
+      const R growth = square<S>(again, n), length = square<S>(row, n);
+      const MaskOf<R> singular = negate(growth * equal * equal <= length);
       if (!any(singular)) break;
       if (nulls == NULLS) {
         good = both(good, negate(singular));
         break;
       }
-      const R length = choose(singular, one / root(growth), none);
       R *next = null + nulls * stride;
-      for (int i = 0; i < n; ++i) next[i] = again[i] * length;
-      for (int i = n; i < stride; ++i) next[i] = none;
+      for (int i = 0; i < stride; ++i) next[i] = again[i];
+      scale<S>(next, choose(singular, one / root(growth), none), n);
       ++nulls;
       factor(shifts[j]);
-      for (int i = 0; i < n; ++i) row[i] = right[i];
+      for (int i = 0; i < stride; ++i) row[i] = right[i];
     }
-    for (int i = 0; i < k && coupled; ++i) add(row, inside[i * k + j], y + i * stride, n);
+    for (int i = 0; i < k && coupled; ++i) S::add(row, inside[i * k + j], y + i * stride, n);
   }
-  long many = 0;
-  for (int l = 0; l < lanes && l < filled; ++l) {
-    const bool bad = !is_set(good, l);
-    if (p.failed) p.failed[first + l] = bad;
-    many += bad;
-  }
-  const R back = p.v ? all_of<R>(p.sign) / unit : one;
+  const R over = p.v ? all_of<R>(p.sign) / unit : one;
   if (p.shift) {
     for (int j = 0; j < rows; ++j)
-      for (int l = 0; l < lanes && l < filled; ++l) {
-        F *to = (F *)p.result + ((first + l) * rows + j) * n;
-        const double factor = get(back, l);
-        for (int i = 0; i < n; ++i)
-          to[i] = (F)(factor * ((const double *)(z + j * stride))[i * lanes + l]);
-      }
-    return many;
+      store_entries<S, F>(z + j * stride, over, (long)rows * n, filled, n,
+                          (F *)p.result + (first * rows + j) * n * S::parts);
+    return report<R>(good, first, filled, p.failed);
+  }
+  for (int j = 0; j < k && pair; ++j) {
+    back<S>(lower, roots, n, y + j * stride);
+    back<S>(lower, roots, n, z + j * stride);
   }
   for (int j = 0; j < k; ++j) {
     R *row = z + j * stride;
-    for (int i = 0; i < n; ++i) row[i] *= all_of<R>(0.5) * back;
+    scale<S>(row, all_of<R>(0.5) * over, n);
     if (p.d_values) {
       R along;
       load_row<R, F>((const F *)p.d_values + first * k + j, k, filled, 1, &along);
-      add(row, all_of<R>(0.5) * along, y + j * stride, n);
+      S::add(row, from_real<X>(all_of<R>(0.5) * along), y + j * stride, n);
     }
   }
-  for (int r = 0; r < n; ++r) {
-    for (int c = 0; c < n; ++c) image[c] = none;
+  const auto store = [&](void *result) {
+    for (int r = 0; r < n && result; ++r) {
+      row_of_product<S>(r, n, k, z, y, image);
+      store_entries<S, F>(image, one, (long)n * n, filled, n,
+                          (F *)result + (first * n + r) * n * S::parts);
+    }
+  };
+  store(p.result);
+  if (p.d_metric) {
     for (int j = 0; j < k; ++j) {
-      add(image, z[j * stride + r], y + j * stride, n);
-      add(image, y[j * stride + r], z + j * stride, n);
+      scale<S>(z + j * stride, -values[j] * unit * all_of<R>(p.sign), n);
+      for (int i = 0; i < k && p.v; ++i)
+        S::add(z + j * stride, normal[i * k + j] * all_of<R>(-0.25), y + i * stride, n);
     }
-    for (int l = 0; l < lanes && l < filled; ++l) {
-      F *to = (F *)p.result + ((first + l) * n + r) * n;
-      for (int c = 0; c < n; ++c) to[c] = (F)((const double *)image)[c * lanes + l];
-    }
+    store(p.d_metric);
   }
-  return many;
+  return report<R>(good, first, filled, p.failed);
 }
 
 }  // namespace

@@ -54,15 +54,18 @@ long backward_piece(const Backward &p, long i, int filled, double *space) {
   return solve_complement<S, F>(p, i, filled, (typename S::Number *)space);
 }
 
+// A product of complex numbers takes four multiplications.
+template <class S> constexpr double work_of = S::parts * S::parts;
+
 template <class S, class F> long forward_by(const Forward &p, int threads) {
-  const double n = p.n, cost = n * n * n + 20 * n * (1 + p.k);
+  const double n = p.n, cost = work_of<S> * (p.M ? 3 : 1) * n * n * n + 20 * n * (1 + p.k);
   return run<Forward>(p, forward_piece<S, F>, Kind<typename S::Number>::lanes,
-                      forward_space<S>(p.n, p.k), cost, threads);
+                      forward_space<S>(p.n, p.k, p.M), cost, threads);
 }
 template <class S, class F> long backward_by(const Backward &p, int threads) {
-  const double n = p.n, cost = n * n * n / 4 + 8 * n * n;
+  const double n = p.n, cost = work_of<S> * (n * n * n / 4 + 8 * n * n);
   return run<Backward>(p, backward_piece<S, F>, Kind<typename S::Number>::lanes,
-                       backward_space<S>(p.n, p.k, p.rows), cost, threads);
+                       backward_space<S>(p.n, p.k, p.rows, p.matrix), cost, threads);
 }
 
 template <class F> long forward(const Forward &p, int threads) {
@@ -84,6 +87,16 @@ template <class F> long backward(const Backward &p, int threads) {
     case 4: return backward_by<Tiny<4, Lanes>, F>(p, threads);
     default: return backward_by<Tiny<0, Lanes>, F>(p, threads);
   }
+}
+template <class F> long complex_forward(const Forward &p, int threads) {
+  if (p.n > TINY) return forward_by<Rows<Complex<double>>, F>(p, threads);
+  if (p.batch < 3) return forward_by<Tiny<0, Complex<double>>, F>(p, threads);
+  return forward_by<Tiny<0, Complex<Lanes>>, F>(p, threads);
+}
+template <class F> long complex_backward(const Backward &p, int threads) {
+  if (p.n > TINY) return backward_by<Rows<Complex<double>>, F>(p, threads);
+  if (p.batch < 3) return backward_by<Tiny<0, Complex<double>>, F>(p, threads);
+  return backward_by<Tiny<0, Complex<Lanes>>, F>(p, threads);
 }
 
 template <class S> long least_squares_by(const LeastSquares &p, int threads) {
@@ -118,8 +131,10 @@ long least_squares_backward(const LeastSquaresBackward &p, int threads) {
 }  // namespace
 
 extern const Kernels PMAF_SET;
-const Kernels PMAF_SET = {{forward<float>, forward<double>},
-                          {backward<float>, backward<double>},
+const Kernels PMAF_SET = {{forward<float>, forward<double>, complex_forward<float>,
+                           complex_forward<double>},
+                          {backward<float>, backward<double>, complex_backward<float>,
+                           complex_backward<double>},
                           least_squares,
                           least_squares_backward};
 

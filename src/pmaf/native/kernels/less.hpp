@@ -210,7 +210,7 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
     for (int i = 0; i < n; ++i) u[i] = x[i];
     if (any(hard)) {
       S::turn_back(G, p, stride, tau, lowest);
-      add(u, height * sign_of(lowest, n, problem.second, 1.5e-8 * root((double)n)), lowest, n);
+      add(u, height * sign_of(lowest, n, problem.second, all_of<R>(1.5e-8 * root((double)n))), lowest, n);
     }
   } else {
     const R factor = root(over);

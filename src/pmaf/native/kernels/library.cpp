@@ -187,7 +187,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below.
-EXPORT int pmaf_version() { return 2; }
+EXPORT int pmaf_version() { return 3; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -207,21 +207,40 @@ EXPORT const char *pmaf_choose(const char *name) {
   return chosen_name;
 }
 
-EXPORT long pmaf_ied_forward(const void *A, long batch, int n, int k, int is_double, double sign,
+// Numbers are of `kind` 0 for float, 1 for double, 2 and 3 for complex numbers of these.
+EXPORT long pmaf_ied_forward(const void *A, long batch, int n, int k, int kind, double sign,
                              const double *second, double tolerance, void *values, void *vectors,
-                             int columns, uint8_t *failed, int threads) {
-  const pmaf::Forward p{A,         batch,  n,       k,       sign,  second,
-                        tolerance, values, vectors, columns, failed};
-  return pmaf::chosen->forward[is_double](p, threads);
+                             uint8_t *failed, int threads) {
+  const pmaf::Forward p{A,       nullptr, batch,  n,       k,       sign,    second, tolerance, 0,
+                        values, vectors, nullptr, nullptr, nullptr, failed};
+  return pmaf::chosen->forward[kind](p, threads);
 }
 
 EXPORT long pmaf_ied_backward(const void *A, const void *y, const void *v, const void *shift,
-                              const void *d_values, long batch, int n, int k, int rows,
-                              int is_double, double sign, double equal, int columns,
-                              void *result, uint8_t *failed, int threads) {
-  const pmaf::Backward p{A,    y,    v,     shift,   d_values, batch, n,
-                         k,    rows, sign,  equal,   columns,  result, failed};
-  return pmaf::chosen->backward[is_double](p, threads);
+                              const void *d_values, long batch, int n, int k, int rows, int kind,
+                              double sign, double equal, void *result, uint8_t *failed,
+                              int threads) {
+  const pmaf::Backward p{A, y,    nullptr, nullptr, nullptr, v,       shift,  d_values, batch,
+                         n, k,    rows,    sign,    equal,   result,  nullptr, failed};
+  return pmaf::chosen->backward[kind](p, threads);
+}
+
+EXPORT long pmaf_pair_forward(const void *A, const void *M, long batch, int n, int k, int kind,
+                              double sign, const double *second, double tolerance, double definite,
+                              void *values, void *vectors, double *matrix, double *factor,
+                              double *x, uint8_t *failed, int threads) {
+  const pmaf::Forward p{A,        M,      batch,   n,      k,      sign, second, tolerance,
+                        definite, values, vectors, matrix, factor, x,    failed};
+  return pmaf::chosen->forward[kind](p, threads);
+}
+
+EXPORT long pmaf_pair_backward(const double *matrix, const double *factor, const double *x,
+                               const void *v, const void *d_values, long batch, int n, int k,
+                               int kind, double sign, double equal, void *dA, void *dM,
+                               int threads) {
+  const pmaf::Backward p{nullptr, nullptr, matrix, factor, x,     v,  nullptr, d_values, batch,
+                         n,       k,       k,      sign,   equal, dA, dM,      nullptr};
+  return pmaf::chosen->backward[kind](p, threads);
 }
 
 EXPORT long pmaf_less_forward(const float *A, const float *b, long batch, int m, int n,

@@ -108,6 +108,65 @@ inline double total(Lanes x) {
 #endif
 }
 
+// A complex number, or WIDTH of them.
+template <class R> struct Complex {
+  R re, im;
+  Complex &operator+=(Complex y) { return re += y.re, im += y.im, *this; }
+  Complex &operator-=(Complex y) { return re -= y.re, im -= y.im, *this; }
+  Complex &operator*=(R f) { return re *= f, im *= f, *this; }
+};
+template <class R> inline Complex<R> operator+(Complex<R> x, Complex<R> y) {
+  return {x.re + y.re, x.im + y.im};
+}
+template <class R> inline Complex<R> operator-(Complex<R> x, Complex<R> y) {
+  return {x.re - y.re, x.im - y.im};
+}
+template <class R> inline Complex<R> operator-(Complex<R> x) { return {-x.re, -x.im}; }
+template <class R> inline Complex<R> operator*(Complex<R> x, Complex<R> y) {
+  return {x.re * y.re - x.im * y.im, x.re * y.im + x.im * y.re};
+}
+template <class R> inline Complex<R> operator*(Complex<R> x, R f) { return {x.re * f, x.im * f}; }
+template <class R> inline Complex<R> operator/(Complex<R> x, R f) { return {x.re / f, x.im / f}; }
+template <class R, class Mask> inline Complex<R> choose(Mask m, Complex<R> a, Complex<R> b) {
+  return {choose(m, a.re, b.re), choose(m, a.im, b.im)};
+}
+inline Complex<double> total(Complex<Lanes> x) { return {total(x.re), total(x.im)}; }
+
+// An entry X of a matrix is a real or a complex number, or a vector of them.
+template <class X> struct PartsOf {
+  using Real = X;
+  static constexpr int count = 1;
+};
+template <class R> struct PartsOf<Complex<R>> {
+  using Real = R;
+  static constexpr int count = 2;
+};
+template <class X> using RealOf = typename PartsOf<X>::Real;
+template <class X> constexpr int PARTS = PartsOf<X>::count;
+
+template <class R> inline R conjugate(R x) { return x; }
+template <class R> inline Complex<R> conjugate(Complex<R> x) { return {x.re, -x.im}; }
+template <class R> inline R real_part(R x) { return x; }
+template <class R> inline R real_part(Complex<R> x) { return x.re; }
+template <class R> inline R imaginary_part(R) { return all_of<R>(0); }
+template <class R> inline R imaginary_part(Complex<R> x) { return x.im; }
+template <class R> inline R square_of(R x) { return x * x; }
+template <class R> inline R square_of(Complex<R> x) { return x.re * x.re + x.im * x.im; }
+template <class R> inline R largest_part(R x) { return size_of(x); }
+template <class R> inline R largest_part(Complex<R> x) {
+  return larger(size_of(x.re), size_of(x.im));
+}
+template <class R> inline R reciprocal(R x) { return all_of<R>(1) / x; }
+template <class R> inline Complex<R> reciprocal(Complex<R> x) {
+  return conjugate(x) * (all_of<R>(1) / square_of(x));
+}
+template <class X> inline X from_real(RealOf<X> x) {
+  if constexpr (PARTS<X> == 2)
+    return {x, all_of<RealOf<X>>(0)};
+  else
+    return x;
+}
+
 // A divisor of at least `least`; one that is smaller becomes −least, as in Sturm counts of LAPACK.
 template <class R> inline R away_from_zero(R q, R least) {
   return choose(size_of(q) < least, -least, q);

@@ -1,99 +1,192 @@
 // How matrices are stored: many tiny ones in the lanes of vectors, or one by itself.
 #pragma once
 
+#include <type_traits>
+
 #include "medium.hpp"
 #include "tiny.hpp"
 
 namespace pmaf {
 namespace {
 
-template <int N, class R> struct Tiny {
-  using Number = R;
-  static constexpr bool along_rows = false;
-  static int stride_of(int n) { return n; }
-  static void reduce(R *a, int n, int, R *d, R *e, R *tau, R *work) {
-    pmaf::reduce<N, R>(a, n, d, e, tau, work);
-  }
-  static void turn_back(const R *a, int n, int, const R *tau, R *z) {
-    pmaf::turn_back<N, R>(a, n, tau, z);
-  }
-  static void turn(const R *a, int n, int, const R *tau, R *z) { pmaf::turn<N, R>(a, n, tau, z); }
-  static void product(const R *a, int size, int, const R *x, R *image) {
-    const int n = N ? N : size;
-    for (int i = 0; i < n; ++i) {
-      R sum = all_of<R>(0);
-      for (int j = 0; j < n; ++j) sum += a[i * n + j] * x[j];
-      image[i] = sum;
-    }
-  }
-  static MaskOf<R> factor(R *a, int n, int, R *, R least) {
-    return pmaf::factor<N, R>(a, n, least);
-  }
-  static void solve(const R *a, int n, int, const R *, R *x) { pmaf::solve<N, R>(a, n, x); }
-};
-
-struct Medium {
-  using Number = double;
-  static constexpr bool along_rows = true;
-  static int stride_of(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
-  static void reduce(double *a, int n, int stride, double *d, double *e, double *tau,
-                     double *work) {
-    reduce_rows(a, n, stride, d, e, tau, work);
-  }
-  static void turn_back(const double *a, int n, int stride, const double *tau, double *z) {
-    turn_rows_back(a, n, stride, tau, z);
-  }
-  static void turn(const double *a, int n, int stride, const double *tau, double *z) {
-    turn_rows(a, n, stride, tau, z);
-  }
-  // `image` holds 2·stride numbers.
-  static void product(const double *a, int n, int stride, const double *x, double *image) {
-    double *rows = const_cast<double *>(a);  // which are not changed
-    pass_all<false>(rows, n, stride, 0, nullptr, nullptr, x, image, image + stride);
-  }
-  static bool factor(double *a, int n, int stride, double *inverse, double least) {
-    return factor_rows(a, n, stride, inverse, least);
-  }
-  static void solve(const double *a, int n, int stride, const double *inverse, double *x) {
-    solve_rows(a, n, stride, inverse, x);
-  }
-};
-
 typedef double Unaligned __attribute__((vector_size(8 * WIDTH), aligned(8)));
 
-template <class R> inline R dot(const R *x, const R *y, int n) {
-  R sum = all_of<R>(0);
+// xᴴy
+template <class X> inline X dot(const X *x, const X *y, int n) {
+  X sum = from_real<X>(all_of<RealOf<X>>(0));
   int i = 0;
-  if constexpr (Kind<R>::lanes == 1) {
+  if constexpr (std::is_same_v<X, double>) {
     Lanes sums = all_of<Lanes>(0);
     for (; i + WIDTH <= n; i += WIDTH)
       sums += *(const Unaligned *)(x + i) * *(const Unaligned *)(y + i);
     sum = total(sums);
   }
-  for (; i < n; ++i) sum += x[i] * y[i];
+  for (; i < n; ++i) sum += conjugate(x[i]) * y[i];
   return sum;
 }
-template <class R> inline void add(R *x, R factor, const R *y, int n) {
+template <class X> inline void add(X *x, X factor, const X *y, int n) {
   for (int i = 0; i < n; ++i) x[i] += factor * y[i];
 }
-
-template <class R> inline void orthogonal_to(R *x, const R *y, int n) {
-  add(x, -dot(x, y, n), y, n);
+template <class X> inline void orthogonal_to(X *x, const X *y, int n) {
+  add(x, -dot(y, x, n), y, n);
 }
 
-// Vector j of `many` with n numbers, of each matrix: they are rows, or columns.
-struct Place {
-  long start, stride;
-  Place(int j, int many, int n, int columns)
-      : start(columns ? j : (long)j * n), stride(columns ? many : 1) {}
+// Matrices whose entries X are numbers, one matrix by itself, or vectors, many matrices. All memory
+// is in real numbers; a stride counts those of a row.
+template <int N, class X> struct Tiny {
+  using Number = RealOf<X>;
+  using R = Number;
+  using Entry = X;
+  static constexpr bool along_rows = false;
+  static constexpr int parts = PARTS<X>;
+  static int stride_of(int n) { return n * parts; }
+  static int place(int i, int part) { return i * parts + part; }
+  static X entry(const R *x, int i) { return ((const X *)x)[i]; }
+
+  static void reduce(R *a, int n, int, R *d, R *e, R *tau, R *work) {
+    pmaf::reduce<N, X>((X *)a, n, d, e, (X *)tau, (X *)work);
+  }
+  static void turn_back(const R *a, int n, int, const R *tau, R *z) {
+    pmaf::turn_back<N, X>((const X *)a, n, (const X *)tau, (X *)z);
+  }
+  static void turn(const R *a, int n, int, const R *tau, R *z) {
+    pmaf::turn<N, X>((const X *)a, n, (const X *)tau, (X *)z);
+  }
+  static void product(const R *matrix, int size, int, const R *x, R *image) {
+    const int n = N ? N : size;
+    const X *a = (const X *)matrix;
+    for (int i = 0; i < n; ++i) {
+      X sum = from_real<X>(all_of<R>(0));
+      for (int j = 0; j < n; ++j) sum += a[i * n + j] * ((const X *)x)[j];
+      ((X *)image)[i] = sum;
+    }
+  }
+  static MaskOf<R> factor(R *a, int n, int, R *inverse, R least) {
+    const MaskOf<R> good = pmaf::factor<N, X>((X *)a, n, least);
+    for (int i = 0; i < n; ++i) inverse[i] = real_part(((const X *)a)[i * n + i]);
+    return good;
+  }
+  static void solve(const R *a, int n, int, const R *, R *x) {
+    pmaf::solve<N, X>((const X *)a, n, (X *)x);
+  }
+  static void solve_lower(const R *a, int n, int, R *x) {
+    pmaf::solve_lower<N, X>((const X *)a, n, (X *)x);
+  }
+  static void solve_upper(const R *a, int n, int, R *x) {
+    pmaf::solve_upper<N, X>((const X *)a, n, (X *)x);
+  }
+  static void congruent(const R *factor, int n, int, const R *, R *a, R *, R *scales) {
+    pmaf::congruent<N, X>((const X *)factor, n, (X *)a, scales);
+  }
+  // Where entry (r, c) of the lower factor is, for r > c.
+  static int place_in_factor(int n, int, int r, int c, int part) {
+    return place(r * n + c, part);
+  }
+
+  static X dot(const R *x, const R *y, int n) {
+    return pmaf::dot((const X *)x, (const X *)y, N ? N : n);
+  }
+  static void add(R *x, X factor, const R *y, int n) {
+    pmaf::add((X *)x, factor, (const X *)y, N ? N : n);
+  }
+  // x ← x + factor·ȳ
+  static void add_conjugate(R *x, X factor, const R *y, int n) {
+    for (int i = 0; i < (N ? N : n); ++i) ((X *)x)[i] += factor * conjugate(((const X *)y)[i]);
+  }
 };
 
+// Matrices one by itself, with vectors along their rows.
+template <class E> struct Rows {
+  using Number = double;
+  using Entry = E;
+  static constexpr bool along_rows = true;
+  static constexpr int parts = PARTS<E>;
+  static int stride_of(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH * parts; }
+  static int place(int i, int part) { return place_of<E>(i, part); }
+  static E entry(const double *x, int i) { return pmaf::entry<E>(x, i); }
+
+  static void reduce(double *a, int n, int stride, double *d, double *e, double *tau,
+                     double *work) {
+    reduce_rows<E>(a, n, stride, d, e, (E *)tau, work);
+  }
+  static void turn_back(const double *a, int n, int stride, const double *tau, double *z) {
+    turn_rows_back<E>(a, n, stride, (const E *)tau, z);
+  }
+  static void turn(const double *a, int n, int stride, const double *tau, double *z) {
+    turn_rows<E>(a, n, stride, (const E *)tau, z);
+  }
+  // `image` holds 2·stride numbers.
+  static void product(const double *a, int n, int stride, const double *x, double *image) {
+    double *rows = const_cast<double *>(a);  // which are not changed
+    pass_all<E, false>(rows, n, stride, 0, nullptr, nullptr, x, image, image + stride);
+  }
+  static bool factor(double *a, int n, int stride, double *inverse, double least) {
+    return factor_rows<E>(a, n, stride, inverse, least);
+  }
+  static void solve(const double *a, int n, int stride, const double *inverse, double *x) {
+    solve_rows<E>(a, n, stride, inverse, x);
+  }
+  static void solve_lower(const double *a, int n, int stride, double *x) {
+    solve_rows_lower<E>(a, n, stride, x);
+  }
+  static void solve_upper(const double *a, int n, int stride, double *x) {
+    solve_rows_upper<E>(a, n, stride, x);
+  }
+  static void congruent(const double *factor, int n, int stride, const double *inverse, double *a,
+                        double *spare, double *scales) {
+    congruent_rows<E>(factor, n, stride, inverse, a, spare, scales);
+  }
+  static int place_in_factor(int, int stride, int r, int c, int part) {
+    return c * stride + place(r, part);
+  }
+
+  // Vectors end in zeros.
+  static E dot(const double *x, const double *y, int n) {
+    return dot_from<E>(x, y, 0, stride_of(n));
+  }
+  static void add(double *x, E factor, const double *y, int n) {
+    add_from<E>(x, factor, y, 0, stride_of(n));
+  }
+  static void add_conjugate(double *x, E factor, const double *y, int n) {
+    const Vector<E> f = spread(factor);
+    for (int c = 0; c < vectors_in<E>(stride_of(n)); ++c)
+      at<E>(x)[c] += f * conjugate(at<E>(y)[c]);
+  }
+};
+using Medium = Rows<double>;
+
 template <class R, class F>
-inline void load_row(const F *x, long step, int filled, int n, R *to, long stride = 1) {
+inline void load_row(const F *x, long step, int filled, int n, R *to) {
   constexpr int lanes = Kind<R>::lanes;
   for (int l = 0; l < lanes; ++l) {
     const F *from = x + (l < filled ? l : 0) * step;
-    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[i * stride];
+    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[i];
+  }
+}
+
+// The same for entries, the parts of which are next to each other.
+template <class S, class F>
+inline void load_entries(const F *x, long step, int filled, int n,
+                         typename S::Number *to) {
+  constexpr int lanes = Kind<typename S::Number>::lanes, parts = S::parts;
+  for (int l = 0; l < lanes; ++l) {
+    const F *from = x + (l < filled ? l : 0) * step * parts;
+    for (int i = 0; i < n; ++i)
+      for (int part = 0; part < parts; ++part)
+        ((double *)to)[S::place(i, part) * lanes + l] = from[i * parts + part];
+  }
+}
+template <class S, class F>
+inline void store_entries(const typename S::Number *from, typename S::Number factor, long step,
+                          int filled, int n, F *x) {
+  constexpr int lanes = Kind<typename S::Number>::lanes, parts = S::parts;
+  for (int l = 0; l < lanes && l < filled; ++l) {
+    F *to = x + l * step * parts;
+    const double f = get(factor, l);
+    for (int i = 0; i < n; ++i)
+      for (int part = 0; part < parts; ++part)
+        to[i * parts + part] =
+            (F)(f * ((const double *)from)[S::place(i, part) * lanes + l]);
   }
 }
 
@@ -111,13 +204,13 @@ inline double power_of_two(double x) {
 
 // Which sign makes the sum of the entries positive or, if that is zero, the second product.
 template <class R>
-inline R sign_of(const R *z, int n, const double *second, double tolerance) {
+inline R sign_of(const R *z, int n, const double *second, R tolerance) {
   R first = all_of<R>(0), other = first;
   for (int i = 0; i < n; ++i) {
     first += z[i];
     other += z[i] * all_of<R>(second[i]);
   }
-  const R decides = choose(size_of(first) <= all_of<R>(tolerance), other, first);
+  const R decides = choose(size_of(first) <= tolerance, other, first);
   return choose(decides < all_of<R>(0), all_of<R>(-1), all_of<R>(1));
 }
 
