@@ -6,7 +6,6 @@ Two photographs of a scene are related by a fundamental matrix: the match of a p
 lies on a line in the second. The eight-point algorithm finds it as the null vector of a matrix with
 a row for each match, and wrong matches spoil it. RANSAC, which tries random samples of eight, has
 no gradient. Instead, matches can have weights that are learnt through the null vector.
-
 ``pmaf.nullspace(rows, weights=w)`` has the exact gradient in the weights. It also has that of a
 sample of eight matches, where ``torch.linalg.svd`` returns zero, without a warning.
 """
@@ -120,9 +119,8 @@ learnt, weights = (result.detach() for result in find(*test[:3]))
 # What came out
 # -------------
 # Of each method and pair we take the median distance of 1,000 true places from their lines. Learnt
-# weights are some hundred times better than even or guessed ones. RANSAC, with 300 samples of the
-# mutual matches, is as good: what the layer adds is a gradient. In weights and in the 8×9 matrix of
-# a sample it is that of central differences, with the steps at which these are most exact.
+# weights are hundreds of times better than even or guessed ones. RANSAC, with 300 samples of mutual
+# matches, is as good; the layer adds a gradient, in weights and in the 8×9 matrix of a sample.
 mutual = test[2][0, :, 2] > 0
 models = [
     measure.ransac(pair, transform.FundamentalMatrixTransform, 8, 1, max_trials=300, rng=0)[0]
@@ -139,18 +137,10 @@ p, q, _, *truth = (d[0] for d in test)
 eight = weights[0].topk(120).indices[::15]
 A = eight_points(p[eight], q[eight], None)[1].requires_grad_()
 (by_svd,) = torch.autograd.grad(torch.linalg.svd(A).Vh[-1, 0].square(), A)
-log_weights = weights[0].log()
-for function, x, step in (
-    (
-        lambda x: off(eight_points(p, q, x.exp())[0], *truth).square().log1p().mean(-1),
-        log_weights,
-        3e-4,
-    ),
-    (
-        lambda x: pmaf.nullspace(x.unflatten(-1, (8, 9)))[..., 0].square(),
-        A.detach().flatten(),
-        1e-6,
-    ),
+logarithms, entries = weights[0].log(), A.detach().flatten()
+for x, step, function in (
+    (logarithms, 3e-4, lambda x: off(eight_points(p, q, x.exp())[0], *truth).square().mean(-1)),
+    (entries, 1e-6, lambda x: pmaf.nullspace(x.unflatten(-1, (8, 9)))[..., 0].square()),
 ):
     (gradient,) = torch.autograd.grad(function(x.requires_grad_()), x)
     steps = step * torch.eye(len(x), dtype=x.dtype)
