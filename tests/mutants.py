@@ -81,7 +81,7 @@ class Copy:
 
     def test(self, tests: list[str], patience: float | None, jobs: int = 0) -> int | None:
         """The exit code of pytest; None if it took too long. With jobs it shows its progress."""
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long and not gallery"]
         show = jobs > 0
         options += ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
         run = subprocess.Popen(

@@ -33,7 +33,7 @@ SETTINGS = [
     "OMP_NUM_THREADS=1",
     "OMP_NUM_THREADS=4",
 ]
-SUITE = ["-m", "pytest", "-n", "2", "--dist", "loadgroup", "-m", "not long"]
+SUITE = ["-m", "pytest", "-n", "2", "--dist", "loadgroup", "-m", "not long and not gallery"]
 
 
 def without_effect(setting: str) -> str:
