@@ -1,5 +1,6 @@
 """Cells run alone, are kept when finished, and end in a report; whatever happens to them."""
 
+import gc
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from pmaf_lab.experiments import Cell, Collection, Experiment, Figure, Finding, Row, Section, Table
 from pmaf_lab.experiments import report as reports
-from pmaf_lab.experiments.measure import median_seconds, peak_bytes
+from pmaf_lab.experiments.measure import median_seconds, peak_bytes, seconds
 from pmaf_lab.experiments.runner import run
 from pmaf_lab.experiments.store import Store, StoreError, write_whole
 
@@ -235,3 +236,13 @@ def test_the_median_takes_at_least_one_call():
     assert len(calls) == 1
     median_seconds(lambda: calls.append(1), CPU, budget=1e9, repeats=5)
     assert len(calls) == 6
+
+
+def test_garbage_is_not_collected_while_a_call_is_timed():
+    states = []
+    assert seconds(lambda: states.append(gc.isenabled()), CPU) >= 0
+    assert states == [False]
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        seconds(lambda: 1 / 0, CPU)
+    assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
@@ -15,12 +16,22 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of one call."""
-    _synchronise(device)
-    start = time.perf_counter()
-    run()
-    _synchronise(device)
-    return time.perf_counter() - start
+    """Wall-clock time of one call, without Python's garbage collector, as in `timeit`.
+
+    A collection takes 0.1 s beside the libraries of the races, and competitors that take turns
+    allocate in the same order again and again, so that it comes in the turn of the same one.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        _synchronise(device)
+        start = time.perf_counter()
+        run()
+        _synchronise(device)
+        return time.perf_counter() - start
+    finally:
+        if collects:
+            gc.enable()
 
 
 def median_seconds(
