@@ -21,8 +21,8 @@ from pmaf.autograd.spectral import (
     outside,
 )
 from pmaf.gradients import Implicit
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.hermitian import EmbeddedEigenvectors
-from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable
 from pmaf.linalg.embedding import complex_matrix, real_matrix
