@@ -1,13 +1,14 @@
 """Cases of problems: classes that are declared for some of the problems of another class."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import pmaf
 from pmaf.operators import Diagonal, FromMatvec, Matrix
+from tests.quadratic import SphereQuadratic
 
 T, C = torch.float64, torch.complex128
 EYE = torch.eye(3, dtype=T)
@@ -47,6 +48,12 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
         "PrincipalSingularVectors",
     ),
     "least squares": (pmaf.SphereLeastSquares(A, B), "SphereLeastSquares"),
+    "ball": (pmaf.SphereLeastSquares(A, B, ball=True), "LeastSquaresWithOptions"),
+    "weights": (pmaf.SphereLeastSquares(A, B, weights=B), "LeastSquaresWithOptions"),
+    "complex ball": (
+        pmaf.SphereLeastSquares(A.to(C), B.to(C), ball=True),
+        "ComplexLeastSquares",
+    ),
     "complex least squares": (pmaf.SphereLeastSquares(A.to(C), B.to(C)), "ComplexLeastSquares"),
 }
 
@@ -91,26 +98,11 @@ def test_a_batch_of_metrics_with_one_matrix_is_certified():
     assert pmaf.certify(problem, solution).holds(1e3 * torch.finfo(T).eps).all()
 
 
-@dataclass(frozen=True, eq=False)
-class Quadratic(pmaf.Problem):
-    """`½uᵀQu − cᵀu` on the unit sphere."""
-
-    Q: torch.Tensor
-    c: torch.Tensor
-    inputs: ClassVar[dict[str, int]] = {"Q": 2, "c": 1}
-
-    def force(self, u, Q, c):
-        return c - (Q @ u.unsqueeze(-1)).squeeze(-1)
-
-    def curvature(self, rows):
-        return rows @ self.Q.mT
-
-
 def test_a_case_of_a_class_of_the_user():
     seen = []
 
-    class Own(Quadratic):
-        """A class with a case of its own, which `Quadratic` does not get."""
+    class Own(SphereQuadratic):
+        """A class with a case of its own, which `SphereQuadratic` does not get."""
 
     @Own.case(lambda x: not x.c.any())
     @dataclass(frozen=True, eq=False)
@@ -125,7 +117,7 @@ def test_a_case_of_a_class_of_the_user():
     torch.testing.assert_close(solution.value.abs(), torch.tensor([0.0, 0.0, 1.0], dtype=T))
     assert pmaf.certify(Own(A, zero), solution).holds(1e3 * torch.finfo(T).eps)
     pmaf.solve(Own(A, B))
-    pmaf.solve(Quadratic(A, zero))
+    pmaf.solve(SphereQuadratic(A, zero))
     assert seen == [Homogeneous]
 
     class Later(Own):

@@ -6,6 +6,7 @@ A case is known once its file has been imported, so that all of them are importe
 from pmaf.layers import (
     complex_least_squares,
     complex_singular,
+    constrained,
     dense_pairs,
     hermitian,
     operator_pairs,
@@ -15,6 +16,7 @@ from pmaf.layers import (
 __all__ = [
     "complex_least_squares",
     "complex_singular",
+    "constrained",
     "dense_pairs",
     "hermitian",
     "operator_pairs",

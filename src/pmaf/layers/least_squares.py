@@ -5,28 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf import errors, native
-from pmaf.certificate import certify_minimum
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
-from pmaf.gradients.constrained import Layout, scaled, times
+from pmaf.gradients.constrained import scaled, times
 from pmaf.gradients.minimum import LeastSquaresConditions
-from pmaf.layers.constrained import (
-    ConstrainedLeastSquares,
-    Posed,
-    certify_ball,
-    certify_ball_by_products,
-    column,
-    posed,
-    require_options,
-    require_radius,
-)
 from pmaf.linalg.products import broadcast, dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators import Diagonal
@@ -34,7 +22,7 @@ from pmaf.operators.base import Operator, as_operator, known_by_products, multip
 from pmaf.problem import Problem, as_solution, in_dtype
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.solution import Certificate, Solution
+from pmaf.solution import Solution
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
 from pmaf.solvers.base import LeastSquares, Outcome
@@ -137,12 +125,7 @@ class SphereLeastSquares(Problem):
         return -rmatvec(A, times(self.weights, matvec(A, u) - b))
 
     def curvature(self, rows: Tensor) -> Tensor:
-        if self.weights is not None:
-            sides = torch.stack(torch.broadcast_tensors(self.b, self.weights), -2)
-            return _Constrained(self.A, sides, weighted=True).curvature(rows)
-        if isinstance(self.A, Operator):
-            return self.A.rmatvec(self.A.matvec(rows))
-        return rows @ self.A.mT @ self.A
+        return normal_product(self.A, self.weights, rows)
 
     def objective(self, u: Tensor) -> Tensor:
         """`½‖Au − b‖²`, `(*,)`."""
@@ -187,18 +170,6 @@ class SphereLeastSquares(Problem):
     def require_value(self, value: Tensor) -> None:
         errors.require_vector("value", value, "n", or_complex=True)
         super().require_value(value)
-
-    def certified(self, value: Tensor) -> Certificate:
-        if not self.has_options:
-            return super().certified(value)
-        found = posed(self.with_flat([x.detach() for x in self.flat]), _in_units)
-        w = found.of_vector(value.detach())
-        if self.operator is not None:
-            unit = self._unit(found)
-            return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
-        A, b = scaled(found.parts.A, found.parts.b, found.parts.weights)
-        rows = SphereLeastSquares(A, b)
-        return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
 
     def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
         (A, b), kept, v = given.tensors, given.state.kept, given.v
@@ -248,8 +219,6 @@ class SphereLeastSquares(Problem):
     def reduced(
         self, init: Tensor | None, solver: Solver
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        if self.has_options:
-            return self._reduced(init)
         problem, init, _ = super().reduced(init, solver)
         A, b, exponents, radius = problem.A, problem.b, None, self.radius
         assert not isinstance(radius, Tensor)
@@ -278,48 +247,10 @@ class SphereLeastSquares(Problem):
 
         return unit, init, finish
 
-    def _reduced(self, init: Tensor | None) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        """`reduced` for a ball, an ellipsoid or weights."""
-        found = posed(self, _in_units)
-
-        def finish(outcome: Outcome) -> Solution:
-            return replace(
-                as_solution(outcome),
-                value=found.back(outcome.value),
-                multiplier=found.unscaled(outcome.multiplier),
-                residual=outcome.residual.to(self.dtype),
-                gap=found.unscaled(outcome.gap),
-            )
-
-        start = None if init is None else found.of_vector(init)
-        return self._unit(found), start, finish
-
-    def _unit(self, found: Posed) -> Any:
-        """The problem that solvers take, on the unit sphere or in the unit ball."""
-        A, _, b, weights, radius = found.parts
-        layout = Layout(weights is not None, radius is not None)
-        if self.operator is None:
-            A, sides = layout.stack(found.parts)
-        elif self.ball or weights is not None:
-            b = b.expand(*self.batch_shape, -1)
-            sides = layout.stack(found.parts._replace(b=b))[1]
-        else:
-            return SphereLeastSquares(A, b.expand(*self.batch_shape, -1))
-        single = self.dtype != torch.float64
-        return _Constrained(A, sides, self.ball, layout.weighted, layout.resized, single)
-
     def _empty(self) -> Solution:
         found = super()._empty()
         zero = sum(x.sum() for x, _ in self.hints().values() if x is not None)
         return replace(found, value=found.value + zero, multiplier=found.multiplier + zero)
-
-
-@dataclass(frozen=True, eq=False)
-class _Constrained(ConstrainedLeastSquares):
-    """`ConstrainedLeastSquares` with the problem that it hands to solvers."""
-
-    def rows(self, A: Any, b: Tensor) -> SphereLeastSquares:
-        return SphereLeastSquares(A, b)
 
 
 def in_range(
@@ -364,9 +295,6 @@ def in_range(
     )
 
 
-_in_units = partial(in_range, always=True)
-
-
 def _mantissa(radius: float | Tensor) -> tuple[float | Tensor, int | Tensor]:
     """The radius divided by a power of two, and its exponent."""
     if not isinstance(radius, Tensor):
@@ -383,3 +311,93 @@ def _exponent(size: Tensor) -> Tensor:
 def _span(dtype: torch.dtype) -> float:
     """The largest `log₂(‖b‖/‖A‖)` at which `AᵀA` is not yet lost in rounding of the multiplier."""
     return -1.25 * math.log2(torch.finfo(dtype).eps)
+
+
+def normal_product(A: Tensor | Operator, weights: Tensor | None, rows: Tensor) -> Tensor:
+    """`AᵀWA` times rows `(*, p, n)`."""
+    images = _product(A.matvec, A, rows) if isinstance(A, Operator) else rows @ A.mT
+    images = images if weights is None else images * weights.unsqueeze(-2)
+    return _product(A.rmatvec, A, images) if isinstance(A, Operator) else images @ A
+
+
+def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
+    """A product with rows; an operator without a batch takes the rows of all batch entries."""
+    if A.batch_shape or rows.dim() == 2:
+        return product(rows)
+    image = product(rows.reshape(-1, rows.shape[-1]))
+    return image.reshape(*rows.shape[:-1], image.shape[-1])
+
+
+def column(radius: float | Tensor) -> float | Tensor:
+    """The radius as a factor of vectors `(*, n)`."""
+    return radius.unsqueeze(-1) if isinstance(radius, Tensor) else radius
+
+
+# Arguments.
+
+
+def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
+    """A number, or a tensor `(*,)`; both positive, finite, and in the range of the dtype."""
+    info = torch.finfo(A.dtype)
+    if not isinstance(radius, Tensor):
+        radius = errors.require_positive("radius", radius)
+        if not info.tiny <= radius <= info.max:
+            raise ValueError(
+                f"radius must be a number that {A.dtype} can hold, {info.tiny} to {info.max}; "
+                f"got {radius}"
+            )
+        return radius
+    errors.require_alike("radius", radius, "A", A, real=True)
+    if plain(radius):
+        bad = ~((radius > 0) & torch.isfinite(radius))
+        if bad.any():
+            first = float(radius.detach()[bad].reshape(-1)[0])
+            raise ValueError(
+                f"radius must be positive and finite; got {first}"
+                + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
+                + "; use radius.exp() or softplus of a parameter to keep it positive"
+            )
+    return radius
+
+
+def require_options(problem: Any) -> None:
+    """Tensors that are options have the dtype of `A`, and shapes that fit."""
+    A, b, M, weights = problem.A, problem.b, problem.M, problem.weights
+    batches = {"A": A.shape[:-2], "b": b.shape[:-1]}
+    if not isinstance(problem.ball, bool):
+        raise TypeError(f"ball must be True or False; got {problem.ball!r}")
+    if isinstance(problem.radius, Tensor):
+        batches["radius"] = problem.radius.shape
+    if weights is not None:
+        errors.require_row_weights(weights, "A", A)
+        if plain(weights):
+            errors.require_finite(weights=(weights, 1))
+            if (weights < 0).any():
+                raise ValueError(
+                    f"weights must not be negative; the smallest is {float(weights.detach().min())}"
+                )
+        batches["weights"] = weights.shape[:-1]
+    if M is not None:
+        batches["M"] = _require_metric(M, A)
+    names = list(batches)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            errors.require_broadcast(name, batches[name], other, batches[other])
+
+
+def _require_metric(M: Any, A: Any) -> torch.Size:
+    """Raise an error unless `M` is `(*, n, n)`; returns its batch shape."""
+    if isinstance(M, Operator) and not isinstance(M, Diagonal):
+        raise TypeError(
+            f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
+        )
+    if not isinstance(M, Diagonal):
+        errors.require_matrix("M", M, "n, n", or_complex=True)
+    errors.require_alike("M", M, "A", A)
+    n = A.shape[-1]
+    if M.shape[-2:] != (n, n):
+        raise ValueError(
+            f"A of shape {errors.shape_of(A)} needs M of shape (*, {n}, {n}); "
+            f"got {errors.shape_of(M)}"
+        )
+    return M.shape[:-2]

@@ -74,14 +74,7 @@ class PrincipalSingularVectors(Problem):
         else:
             errors.require_matrix("A", A, or_complex=True)
         if weights is not None:
-            m = A.shape[-2]
-            errors.require_vector("weights", weights, "m")
-            errors.require_alike("weights", weights, "A", A, real=True)
-            if weights.shape[-1] != m:
-                raise ValueError(
-                    f"A of shape {errors.shape_of(A)} needs weights of shape (*, {m}), one for "
-                    f"each row; got {errors.shape_of(weights)}"
-                )
+            errors.require_row_weights(weights, "A", A)
             errors.require_broadcast("A", A.shape[:-2], "weights", weights.shape[:-1])
         # Checks k and the reference.
         posed = self._posed()
