@@ -127,7 +127,7 @@ class Problem(Named):
     def like(cls, problem: Any, **others: Any) -> Any:
         """A problem as one of this class, with other values of some fields; nothing is checked."""
         other = object.__new__(cls)
-        for field in fields(cls):
+        for field in fields(problem):  # a trace knows the fields of an instance only
             name = field.name
             value = others[name] if name in others else getattr(problem, name)
             object.__setattr__(other, name, value)
