@@ -123,6 +123,8 @@ def test_gradients_of_least_squares(family, m, n):
         return u.detach(), torch.autograd.grad((u * v.to(dtype)).sum(), leaves)
 
     u, found = gradients(torch.float32, Reduction())
+    short, same = gradients(torch.float32, None)  # the short call takes the same kernels
+    assert all(torch.equal(x, y) for x, y in zip((u, *found), (short, *same), strict=True))
     exact, wanted = gradients(T, Secular())
     torch.testing.assert_close(u.double(), exact, rtol=0, atol=1e4 * eps)
     # The roundings E of A and δ of u give dA and db errors of ‖E‖‖z‖ and of ‖A‖ times that of z,
@@ -157,9 +159,74 @@ def test_second_derivatives():
         return [scale * d for d in torch.autograd.grad(total, (x, c))]
 
     for scale in (1.0, 2.0**80, 2.0**-80):  # at the last two, squares leave the range of float32
-        found = second(torch.float32, Reduction(), scale)
-        for x, y in zip(found, second(T, Secular(), scale), strict=True):
-            torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-3)
+        exact = second(T, Secular(), scale)
+        for solver in (Reduction(), None):
+            for x, y in zip(second(torch.float32, solver, scale), exact, strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-3)
+
+
+class TestShortCallOfLeastSquares:
+    """The default call on plain float32 tensors skips the objects of the common path."""
+
+    def problem(self, *batch):
+        g = torch.Generator().manual_seed(5)
+        return torch.randn(*batch, 6, 4, generator=g), torch.randn(*batch, 6, generator=g)
+
+    def test_it_is_taken_where_it_may_be(self, caplog):
+        caplog.set_level("DEBUG", logger="pmaf")
+        A, b = self.problem(3)
+        for leaves in ((True, True), (True, False), (False, True)):
+            given = [x.clone().requires_grad_(need) for x, need in zip((A, b), leaves)]
+            u = pmaf.less(*given)
+            assert type(u.grad_fn).__name__ == "FoundBackward"
+            caplog.clear()
+            u.sum().backward()
+            assert caplog.messages == ["tangent: compiled"]
+            assert [x.grad is not None for x in given] == list(leaves)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda A, b: (A[0], b),  # one matrix for many b
+            lambda A, b: (A, b[0]),
+            lambda A, b: (A.double(), b.double()),
+            lambda A, b: (A.bfloat16(), b.bfloat16()),
+            lambda A, b: (A.to_sparse(), b),
+            lambda A, b: (A[:0], b[:0]),
+        ],
+        ids=["shared A", "shared b", "float64", "bfloat16", "sparse", "no entries"],
+    )
+    def test_other_calls_take_the_common_path(self, change):
+        A, b = change(*self.problem(3))
+        if A.layout != torch.strided:
+            A, b = self.problem()[0].to_sparse(), self.problem()[1]
+        u = pmaf.less(A, b.requires_grad_())
+        assert type(u.grad_fn).__name__ != "FoundBackward"
+        dense = A.to_dense() if A.layout != torch.strided else A
+        problem = pmaf.SphereLeastSquares(dense.double(), b.detach().double())
+        exact = pmaf.solve(problem, solver=Secular()).value
+        torch.testing.assert_close(u.detach().double(), exact, rtol=0, atol=2e-2)
+
+    def test_entries_that_kernels_do_not_solve(self):
+        """Both lowest singular values of one entry are equal, and its b is zero."""
+        A, b = self.problem(3)
+        A[1], b[1] = torch.eye(6, 4), 0
+        found, again = pmaf.less(A, b), pmaf.less(A, b, solver=Reduction())
+        assert torch.equal(found, again)
+
+    @pytest.mark.parametrize(
+        ("A", "b", "message"),
+        [
+            (torch.ones(3, 2), torch.ones(2), r"needs b of shape \(\*, 3\)"),
+            (torch.ones(3), torch.ones(3), "A must"),
+            (torch.ones(3, 2), torch.tensor(1.0), "b must"),
+            (torch.ones(3), torch.tensor(1.0), "A must"),
+            (torch.ones(3, 2), torch.ones(3).double(), "float64"),
+        ],
+    )
+    def test_wrong_arguments_get_the_usual_messages(self, A, b, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            pmaf.less(A, b)
 
 
 @pytest.mark.parametrize("n", [2, 3, 9, 20])

@@ -281,7 +281,7 @@ class Found(torch.autograd.Function):
         if found is None:
             if problem.vectors:
                 y, v = y.mT, None if v is None else v.mT
-            state = State(multiplier, multiplier.new_full(first.shape[:-2], torch.nan), NOTHING)
+            state = problem.state_of(multiplier, kept)
             given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
             with full_precision(first.device):
                 found = problem.gradients(given)

@@ -171,6 +171,25 @@ class SphereLeastSquares(Problem):
         errors.require_vector("value", value, "n", or_complex=True)
         super().require_value(value)
 
+    def differentiate(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Sequence[Tensor],
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...] | None:
+        """Gradients by the kernels that have found `y`; None where they fail."""
+        assert v is not None
+        took("tangent: compiled")
+        exact, gram = kept
+        return native.least_squares_gradient(*tensors, y, v, exact, gram, needs)
+
+    def state_of(self, multiplier: Tensor, kept: Sequence[Tensor]) -> State:
+        exact = Exact(*kept)
+        return super().state_of(multiplier, kept)._replace(kept=exact)
+
     def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
         (A, b), kept, v = given.tensors, given.state.kept, given.v
         alike = A.shape[:-2] == b.shape[:-1]
