@@ -38,7 +38,7 @@ from pmaf.solvers import Auto, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors, is_reduced
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Nothing
+from pmaf.tangent.kept import Decomposition, Nothing
 
 
 class Eigenpairs(NamedTuple):
@@ -135,8 +135,7 @@ class PrincipalEigenvectors(Problem):
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
                 " (for the principal directions of a data matrix X, pass pmaf.operators.Gram(X))"
             )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-            raise TypeError(f"k must be None or an integer; got {k!r}")
+        errors.require_count("k", k)
         if k is not None and not 1 <= k <= A.shape[-1]:
             raise ValueError(f"k must lie between 1 and n = {A.shape[-1]}; got {k}")
         self._require_skip()
@@ -381,8 +380,10 @@ class PrincipalEigenvectors(Problem):
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             blame_range(A)
             raise
-        # LAPACK returns nan for a matrix with infinite entries or overflowing sums.
-        total = outcome.multiplier.sum()
+        # LAPACK returns nan for a matrix with infinite entries or overflowing sums. Where a matrix
+        # splits into blocks, the requested eigenvalue may be finite beside one that is nan.
+        kept = outcome.kept
+        total = (kept.values if isinstance(kept, Decomposition) else outcome.multiplier).sum()
         if not math.isfinite(float(total.detach() if total.requires_grad else total)):
             blame_range(A)
         return outcome
@@ -576,7 +577,7 @@ def ied(
     """
     if (
         symmetric
-        and (k is None or (k > 0 and (k == 1 or descending == largest)))
+        and (k is None or (type(k) is int and k > 0 and (k == 1 or descending == largest)))
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
@@ -621,6 +622,7 @@ class IED(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        errors.require_count("k", k)
         self.k, self.largest, self.symmetric, self.descending = k, largest, symmetric, descending
         self.skip = skip
         self.solver, self.gradient = solver or Auto(), gradient or Implicit()
