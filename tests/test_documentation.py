@@ -35,6 +35,10 @@ def anchor(heading: str) -> str:
     return words.replace(" ", "-")
 
 
+def test_completion_offers_what_is_public():
+    assert {name for name in dir(pmaf) if not name.startswith("_")} == set(pmaf.__all__)
+
+
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
