@@ -168,6 +168,17 @@ def test_errors_name_what_is_wrong():
         quadratic(Q * torch.nan, c)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"), [({}, "it is empty"), ({"Q": 2, "P": 2}, "there is no field 'P'")]
+)
+def test_inputs_name_the_fields(names, words):
+    class Named(SphereQuadratic):
+        inputs = names
+
+    with pytest.raises(TypeError, match=rf"Named.inputs names the tensors.*; {words}"):
+        Named(*posed(n=4))
+
+
 def test_a_start_prefers_one_of_several():
     Q, c = torch.eye(3, dtype=T), torch.zeros(3, dtype=T)
     init = torch.tensor([0.0, 0.6, 0.8], dtype=T)

@@ -1,6 +1,7 @@
 """Every Python snippet of the README and the docs runs, links lead somewhere, names are listed."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,10 @@ def anchor(heading: str) -> str:
     return words.replace(" ", "-")
 
 
+def test_completion_offers_what_is_public():
+    assert {name for name in dir(pmaf) if not name.startswith("_")} == set(pmaf.__all__)
+
+
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -47,6 +52,30 @@ def test_links_lead_somewhere(page):
         if name:
             headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
             assert name in map(anchor, headings), f"{page.name}: no heading for {target}"
+
+
+def test_the_release_is_the_same_everywhere():
+    changes, cited = (
+        (ROOT / x).read_text(encoding="utf-8") for x in ("CHANGELOG.md", "CITATION.cff")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    titles = re.findall(r"^## (.*)$", changes, re.MULTILINE)
+    released = re.search(r"^date-released: (\S+)$", cited, re.MULTILINE)
+    assert released is not None
+    assert titles[:2] == ["Unreleased", f"{pmaf.__version__} — {released[1]}"]
+    assert re.search(rf"^version: {re.escape(pmaf.__version__)}$", cited, re.MULTILINE)
+    assert [author["name"] for author in project["authors"]] == re.findall(
+        r'^  - name: "(.*)"$', cited, re.MULTILINE
+    )
+    assert re.search(rf"^license: {project['license']}$", cited, re.MULTILINE)
+
+
+def test_the_readme_is_short_and_wrapped():
+    """Tables keep their lines."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 105
+    long = [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not long, f"wrap at 120 characters: {long[0]}"
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -11,6 +11,7 @@ from pmaf.solvers import (
     Krylov,
     Lanczos,
     PowerIteration,
+    Reduction,
     SimultaneousIteration,
 )
 from pmaf_lab.bench.families import EIGEN
@@ -257,6 +258,10 @@ A = torch.randn(4, 4)
         (dict(k=0), ValueError, r"between 1 and n = 4; got 0"),
         (dict(k=5), ValueError, r"got 5"),
         (dict(k=2.0), TypeError, r"got 2.0"),
+        (dict(k="2"), TypeError, r"k must be None or an integer; got '2'"),
+        (dict(k=True), TypeError, r"got True"),
+        (dict(k=torch.eye(3)), TypeError, r"got a tensor of shape \(3, 3\), pass the matrix to"),
+        (dict(A=None), TypeError, r"A must be a torch.Tensor; got NoneType$"),
         (dict(k=2, symmetric=False), ValueError, r"dominant eigenvector only; got k=2"),
         (dict(largest=False, symmetric=False), ValueError, r"needs symmetric=True"),
         (dict(reference=torch.ones(3)), ValueError, r"reference must have shape \(\*, 4\)"),
@@ -276,6 +281,43 @@ A = torch.randn(4, 4)
 def test_wrong_arguments(arguments, kind, words):
     with pytest.raises(kind, match=words):
         pmaf.ied(**(dict(A=A) | arguments))
+
+
+@pytest.mark.parametrize("solver", [None, Dense(), Reduction(), Adaptive()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+@pytest.mark.parametrize("n", [3, 8, 130])
+def test_nan_in_a_block_that_the_requested_vector_does_not_touch(n, dtype, solver):
+    """LAPACK decomposes each block by itself, so that the other eigenvalues are finite."""
+    A = torch.eye(n, dtype=dtype).repeat(2, 1, 1)
+    A[1, 0, 0] = torch.nan
+    for function in (pmaf.ied, lambda A, **options: pmaf.ied(A, k=2, largest=False, **options)):
+        with pytest.raises(ValueError, match="A has non-finite values in 1 of 2 batch entries"):
+            function(A, solver=solver)
+    with pytest.raises(ValueError, match="A has non-finite values"):
+        pmaf.spectral(A, "square")
+
+
+@pytest.mark.parametrize(
+    "layer", [pmaf.IED, pmaf.NullSpace, pmaf.ISVD, lambda k: pmaf.Spectral("sqrt", k)]
+)
+def test_a_matrix_is_passed_to_a_layer_and_not_to_its_class(layer):
+    with pytest.raises(TypeError, match=r"got a tensor of shape \(3, 3\), pass the matrix to the"):
+        layer(torch.eye(3))
+
+
+def test_what_is_not_a_problem_or_a_solution():
+    problem = pmaf.PrincipalEigenvectors(A)
+    for given, words in (
+        (A, "got Tensor"),
+        (pmaf.PrincipalEigenvectors, "got the class PrincipalEigenvectors"),
+        (pmaf.solve(problem), "got Solution"),
+    ):
+        with pytest.raises(TypeError, match=rf"instance of a pmaf.Problem; {words}"):
+            pmaf.solve(given)
+        with pytest.raises(TypeError, match=rf"instance of a pmaf.Problem; {words}"):
+            pmaf.certify(given, A)
+    with pytest.raises(TypeError, match=r"the vectors of pmaf.ied; got Eigenpairs"):
+        pmaf.certify(problem, pmaf.ied(A))
 
 
 @pytest.mark.parametrize(

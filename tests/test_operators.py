@@ -516,3 +516,8 @@ def test_custom_operators_need_four_methods():
     (made, gradients), (wanted, exact) = both(case, pmaf.ied)
     for x, y in zip([*made, *gradients], [*wanted, *exact]):
         close(x, y)
+
+
+def test_a_number_is_no_shape():
+    with pytest.raises(TypeError, match=r"shape must be \(\*, m, n\); got 3, pass \(3, 3\)"):
+        FromMatvec(lambda u: u, 3)  # pyright: ignore[reportArgumentType]

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from pmaf_lab import cli
 from pmaf_lab.experiments import Row
 from pmaf_lab.experiments.plots import LIGHT, drawn, picture
 from pmaf_lab.paper import published
@@ -116,6 +119,23 @@ def test_info_names_versions():
     result = pmaf("info")
     assert result.returncode == 0
     assert torch.__version__ in result.stdout
+
+
+@pytest.mark.xdist_group("reproduce")
+def test_the_version_is_printed():
+    assert pmaf("--version").stdout.strip() == version("pmaf")
+
+
+def test_info_names_the_extra_of_what_is_missing(monkeypatch, capsys):
+    """rich takes words in brackets for markup, unless they are escaped."""
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setattr(cli, "console", Console(width=200))
+    cli.info()
+    assert "scipy         not installed: pip install 'pmaf[paper]'" in capsys.readouterr().out
 
 
 @pytest.mark.xdist_group("reproduce")

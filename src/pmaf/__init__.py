@@ -26,6 +26,12 @@ from pmaf.solution import Certificate, Solution, certify, solve
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    """What is public, without the packages that importing it has loaded."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 __all__ = [
     "IED",
     "ISVD",

@@ -162,6 +162,14 @@ def require_at_least(name: str, x: object, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}; got {x!r}")
 
 
+def require_count(name: str, x: object) -> None:
+    """`x` is None, for one, or an integer; its bounds follow from the matrix."""
+    if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+        hint = ", pass the matrix to the layer that this makes" if isinstance(x, Tensor) else ""
+        got = f"a tensor of shape {shape_of(x)}{hint}" if isinstance(x, Tensor) else repr(x)
+        raise TypeError(f"{name} must be None or an integer; got {got}")
+
+
 def require_finite(**tensors: tuple[Tensor, int]) -> None:
     """Name every argument with non-finite entries, and how many batch entries they are in.
 
@@ -220,10 +228,10 @@ def require_extra(module: str, extra: str) -> None:
 
 def _require_floating(name: str, x: object, or_complex: bool) -> Tensor:
     if not isinstance(x, Tensor):
-        hint = "torch.as_tensor converts it"
+        hint = "" if x is None else " (torch.as_tensor converts it)"
         if callable(getattr(x, "matvec", None)):
-            hint = "pmaf.operators.FromMatvec wraps a function that multiplies by it"
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__} ({hint})")
+            hint = " (pmaf.operators.FromMatvec wraps a function that multiplies by it)"
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}{hint}")
     if x.dtype not in (*_DTYPES, *_COMPLEX) if or_complex else x.dtype not in _DTYPES:
         kind = "complex" if x.is_complex() else "not floating-point"
         kind = "not supported" if x.is_floating_point() or (or_complex and x.is_complex()) else kind

@@ -143,6 +143,13 @@ class Problem(Named):
     # Inputs and options.
 
     def __post_init__(self) -> None:
+        missing = [name for name in self.inputs if not hasattr(self, name)]
+        if missing or not self.inputs:
+            raise TypeError(
+                f"{type(self).__name__}.inputs names the tensors of the problem, such as "
+                f'{{"Q": 2, "c": 1}}, each of them a field; '
+                + (f"there is no field {missing[0]!r}" if missing else "it is empty")
+            )
         first, *others = self.inputs
         for name, dims in self.inputs.items():
             x = getattr(self, name)

@@ -138,6 +138,7 @@ def solve(
     >>> solution.value, solution.multiplier, solution.converged
     (tensor([0.6000, 0.8000]), tensor(4.), tensor(True))
     """
+    _require_problem(problem, "run")
     return problem.run(
         solver or Auto(), gradient or Implicit(), init=init, report=True, throw=throw
     )
@@ -153,7 +154,26 @@ def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
     >>> pmaf.certify(problem, torch.tensor([1.0, 0.0])).holds(1e-6)
     tensor(False)
     """
-    return problem.certify(solution.value if isinstance(solution, Solution) else solution)
+    _require_problem(problem, "certify")
+    value = solution.value if isinstance(solution, Solution) else solution
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            "solution must be what pmaf.solve returns, or a tensor such as the vectors of "
+            f"pmaf.ied; got {type(value).__name__}"
+        )
+    return problem.certify(value)
+
+
+def _require_problem(problem: object, method: str) -> None:
+    """`problem` is one, and not its matrix, its class, or its solution."""
+    if isinstance(problem, type) or not callable(getattr(problem, method, None)):
+        got = (
+            f"the class {problem.__name__}" if isinstance(problem, type) else type(problem).__name__
+        )
+        raise TypeError(
+            f"problem must be an instance of a pmaf.Problem; got {got}; pass for example "
+            "pmaf.PrincipalEigenvectors(A) or pmaf.SphereLeastSquares(A, b)"
+        )
 
 
 def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:

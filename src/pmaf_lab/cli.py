@@ -45,7 +45,7 @@ def _fail(message: object) -> NoReturn:
 
 def _collection(command: str) -> Collection:
     for module in _REPORT:
-        require_extra(module, "paper")
+        require_extra(module, command if command == "bench" else "paper")
     if command == "bench":
         from pmaf_lab.bench import BENCHMARKS
 
@@ -65,7 +65,10 @@ def _device(name: str) -> torch.device:
 
 _Items = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ITEM]...", help="What to run; everything unless given."),
+    typer.Argument(
+        metavar="[ITEM]...",
+        help="What to run; everything unless given. An unknown name shows the list.",
+    ),
 ]
 _Quick = Annotated[
     bool, typer.Option("--quick/--full", help="A few minutes, or everything that fits.")
@@ -74,6 +77,22 @@ _Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 _Out = Annotated[
     Path | None, typer.Option(help="Folder for the results; out/COMMAND-SCALE by default.")
 ]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(pmaf.__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -198,5 +217,5 @@ def info() -> None:
             version = metadata.version(module)
         except metadata.PackageNotFoundError:
             version = "not installed: pip install 'pmaf[paper]'"
-        table.add_row(module, version)
+        table.add_row(module, escape(version))
     console.print(table)

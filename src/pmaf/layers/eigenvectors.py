@@ -36,7 +36,7 @@ from pmaf.solvers import Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Nothing
+from pmaf.tangent.kept import Decomposition, Nothing
 
 
 class Eigenpairs(NamedTuple):
@@ -133,8 +133,7 @@ class PrincipalEigenvectors(Problem):
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
                 " (for the principal directions of a data matrix X, pass pmaf.operators.Gram(X))"
             )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-            raise TypeError(f"k must be None or an integer; got {k!r}")
+        errors.require_count("k", k)
         if k is not None and not 1 <= k <= A.shape[-1]:
             raise ValueError(f"k must lie between 1 and n = {A.shape[-1]}; got {k}")
         self._require_skip()
@@ -352,8 +351,10 @@ class PrincipalEigenvectors(Problem):
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             blame_range(A)
             raise
-        # LAPACK returns nan for a matrix with infinite entries or overflowing sums.
-        total = outcome.multiplier.sum()
+        # LAPACK returns nan for a matrix with infinite entries or overflowing sums. Where a matrix
+        # splits into blocks, the requested eigenvalue may be finite beside one that is nan.
+        kept = outcome.kept
+        total = (kept.values if isinstance(kept, Decomposition) else outcome.multiplier).sum()
         if not math.isfinite(float(total.detach() if total.requires_grad else total)):
             blame_range(A)
         return outcome

@@ -99,7 +99,7 @@ def ied(
     """
     if (
         symmetric
-        and (k is None or (k > 0 and (k == 1 or descending == largest)))
+        and (k is None or (type(k) is int and k > 0 and (k == 1 or descending == largest)))
         and (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
         and reference is None
@@ -144,6 +144,7 @@ class IED(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        errors.require_count("k", k)
         self.k, self.largest, self.symmetric, self.descending = k, largest, symmetric, descending
         self.skip = skip
         self.solver, self.gradient = solver or Auto(), gradient or Implicit()

@@ -225,6 +225,7 @@ class ISVD(nn.Module):
         self, k: int | None = None, *, largest: bool = True, solver: Solver | None = None
     ) -> None:
         super().__init__()
+        errors.require_count("k", k)
         self.k, self.largest, self.solver = k, largest, solver or Auto()
 
     def forward(

@@ -64,6 +64,7 @@ class NullSpace(nn.Module):
 
     def __init__(self, k: int | None = None, *, solver: Solver | None = None) -> None:
         super().__init__()
+        errors.require_count("k", k)
         self.k, self.solver = k, solver or Auto()
 
     def forward(

@@ -227,6 +227,7 @@ class Spectral(nn.Module):
     def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
         super().__init__()
         _scalar(function)
+        errors.require_count("k", k)
         self.function, self.k, self.largest = function, k, largest
 
     def forward(self, A: Tensor) -> Tensor:
@@ -260,8 +261,7 @@ def _require(A: Any, k: int | None) -> None:
     n = A.shape[-1]
     if A.shape[-2] != n:
         raise ValueError(f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}")
-    if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-        raise TypeError(f"k must be None or an integer; got {k!r}")
+    errors.require_count("k", k)
     if k is not None and not 1 <= k <= n:
         raise ValueError(f"k must lie between 1 and n = {n}; got {k}")
 

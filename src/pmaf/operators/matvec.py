@@ -44,6 +44,8 @@ class FromMatvec(Operator):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be (*, m, n); got {shape!r}, pass ({shape}, {shape})")
         if len(shape) < 2 or min(shape[-2:]) < 1:
             raise ValueError(f"shape must be (*, m, n), with m and n at least 1; got {shape}")
         if isinstance(params, Tensor):

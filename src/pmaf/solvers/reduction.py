@@ -103,6 +103,7 @@ class Reduction(Solver):
         took("ied: reduction")
         values, rows, failed = native.largest_pairs(A.detach(), k)
         if failed is not None:
+            require_finite(A=(A, 2))
             took("ied: decomposition of some")
             spectrum, vectors = eigh(symmetric_part(A.detach()[failed]))
             values[failed] = spectrum[..., -k:].flip(-1)
