@@ -1931,7 +1931,7 @@ INNER_PRODUCTS = [
     ),
     Bug(
         "pairs by products: a multiple is solved as the matrix",
-        "operators/combined.py",
+        "operators/base.py",
         "return self.part.solve(rows) / self.factor",
         "return self.part.solve(rows)",
         "test_pairs_products.py::test_multiples_of_a_diagonal_matrix_are_solved_as_they_are",

@@ -79,7 +79,6 @@ def test_imports_point_one_way(path):
 # Why a file imports inside of functions.
 LATE = {
     "pmaf.__main__": "the command names the extra that it needs",
-    "pmaf.operators.base": "sums and multiples are operators, too",
     "pmaf.runtime.ranks": "torch.distributed takes long to import, and may be missing",
 }
 

@@ -334,17 +334,9 @@ def _span(dtype: torch.dtype) -> float:
 
 def normal_product(A: Tensor | Operator, weights: Tensor | None, rows: Tensor) -> Tensor:
     """`AᵀWA` times rows `(*, p, n)`."""
-    images = _product(A.matvec, A, rows) if isinstance(A, Operator) else rows @ A.mT
+    images = A.over_batch(A.matvec, rows) if isinstance(A, Operator) else rows @ A.mT
     images = images if weights is None else images * weights.unsqueeze(-2)
-    return _product(A.rmatvec, A, images) if isinstance(A, Operator) else images @ A
-
-
-def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
-    """A product with rows; an operator without a batch takes the rows of all batch entries."""
-    if A.batch_shape or rows.dim() == 2:
-        return product(rows)
-    image = product(rows.reshape(-1, rows.shape[-1]))
-    return image.reshape(*rows.shape[:-1], image.shape[-1])
+    return A.over_batch(A.rmatvec, images) if isinstance(A, Operator) else images @ A
 
 
 def column(radius: float | Tensor) -> float | Tensor:

@@ -1,7 +1,6 @@
 """Operators, matrices that are known by their products, for use in place of a dense `A`."""
 
-from pmaf.operators.base import Operator, as_operator, multiply, multiply_rows
-from pmaf.operators.combined import Scaled, Sum
+from pmaf.operators.base import Operator, Scaled, Sum, as_operator, multiply, multiply_rows
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.gram import Gram
 from pmaf.operators.low_rank import LowRank

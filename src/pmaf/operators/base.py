@@ -1,16 +1,24 @@
-"""A matrix that is known by its products."""
+"""Matrices that are known by their products, and their sums and multiples."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from copy import copy
+from functools import reduce
+from itertools import chain
+from operator import add
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from pmaf.errors import require_alike, require_broadcast
 from pmaf.linalg.products import matvec
-from pmaf.runtime.ranks import cuts_matrices, whole
+from pmaf.runtime.ranks import cuts_matrices, mesh_of, replicate, whole
+
+_Kind = TypeVar("_Kind", bound="type[Operator]")
 
 
 class Operator(ABC):
@@ -125,8 +133,6 @@ class Operator(ABC):
         Returns it and the exponents, `(*,)`. An operator that squares its tensors, such as `Gram`,
         scales these first, because a product that has overflowed cannot be scaled back.
         """
-        from pmaf.operators.combined import TimesPowers
-
         size = whole(self.matvec(rows)).abs().amax((-2, -1))
         exponents = torch.where(size > 0, size, 1).log2().floor()
         return TimesPowers(self, -exponents), exponents
@@ -146,6 +152,13 @@ class Operator(ABC):
             return rows.reshape(*u.shape[:-1], rows.shape[-1])
         return product(u.unsqueeze(-2)).squeeze(-2)
 
+    def over_batch(self, product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """A product with rows `(*, p, n)`, which may have a batch where the operator has none."""
+        if self.batch_shape or rows.dim() == 2:
+            return product(rows)
+        image = product(rows.reshape(-1, rows.shape[-1]))
+        return image.reshape(*rows.shape[:-1], image.shape[-1])
+
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
@@ -159,8 +172,6 @@ class Operator(ABC):
         return self.shape[:-2]
 
     def __add__(self, other: Any) -> Operator:
-        from pmaf.operators.combined import Sum
-
         return Sum(self, as_operator(other))
 
     def __radd__(self, other: Any) -> Operator:
@@ -182,8 +193,6 @@ class Operator(ABC):
         return -1 * self
 
     def __mul__(self, factor: float) -> Operator:
-        from pmaf.operators.combined import Scaled
-
         return Scaled(self, factor)
 
     __rmul__ = __mul__
@@ -191,6 +200,192 @@ class Operator(ABC):
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.shape))
         return f"{type(self).__name__}({shape})"
+
+
+class Wrapping(Operator):
+    """An operator that is made of another one, `part`, and has its shape and its tensors.
+
+    A subclass defines its products; one that has tensors of its own or another shape says so.
+    """
+
+    def __init__(self, part: Operator) -> None:
+        self.part, self.symmetric = part, part.symmetric
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.part.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.part.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def around(self, part: Operator) -> Any:
+        """The same operator made of another part."""
+        other = copy(self)
+        other.part = part
+        return other
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Operator:
+        return self.around(self.part.with_tensors(tensors))
+
+    def claims(self) -> Iterator[Operator]:
+        return self.part.claims()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.part!r})"
+
+
+class Sum(Operator):
+    """`A + B + …`.
+
+    >>> import torch
+    >>> from pmaf.operators import Diagonal, LowRank
+    >>> (Diagonal(torch.ones(2)) + LowRank(torch.ones(1, 2), torch.ones(1, 2)))(torch.ones(2))
+    tensor([3., 3.])
+    """
+
+    def __init__(self, *parts: Operator) -> None:
+        if not parts:
+            raise ValueError("a sum has at least one part; got none")
+        first, *others = parts
+        for part in others:
+            if part.shape[-2:] != first.shape[-2:]:
+                raise ValueError(f"{first!r} and {part!r} do not add up: their shapes differ")
+            require_alike(repr(part), part, repr(first), first)
+            require_broadcast(repr(first), first.batch_shape, repr(part), part.batch_shape)
+        self.parts = parts
+        self.symmetric = all(part.symmetric for part in parts)
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
+        return torch.Size((*batch, *self.parts[0].shape[-2:]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for part in self.parts for x in part.tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
+        pairs = zip(self.parts, _split(self.parts, tensors))
+        return Sum(*(part.with_tensors(own) for part, own in pairs))
+
+    def claims(self) -> Iterator[Operator]:
+        return chain.from_iterable(part.claims() for part in self.parts)
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        found = [part.in_units(rows) for part in self.parts]
+        largest = reduce(torch.maximum, (exponents for _, exponents in found))
+        return Sum(*(TimesPowers(A, exponents - largest) for A, exponents in found)), largest
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return reduce(add, (part.matvec(rows) for part in self.parts))
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return reduce(add, (part.rmatvec(rows) for part in self.parts))
+
+    def diagonal(self) -> Tensor | None:
+        found = [part.diagonal() for part in self.parts]
+        known = [d for d in found if d is not None]
+        return reduce(add, known) if len(known) == len(found) else None
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        pairs = zip(self.parts, _split(self.parts, needs))
+        return [dx for part, own in pairs for dx in part.pullback(left, right, own)]
+
+    def __repr__(self) -> str:
+        return f"Sum({', '.join(map(repr, self.parts))})"
+
+
+def _split(parts: Sequence[Operator], items: Sequence) -> list[Sequence]:
+    """As many items for each part as it has tensors."""
+    found, at = [], 0
+    for part in parts:
+        found.append(items[at : at + len(part.tensors)])
+        at += len(part.tensors)
+    return found
+
+
+class _Multiple(Wrapping):
+    """A multiple of an operator; `times` multiplies rows by the factor."""
+
+    def times(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def matvec(self, rows: Tensor) -> Tensor:
+        return self.times(self.part.matvec(rows))
+
+    def rmatvec(self, rows: Tensor) -> Tensor:
+        return self.times(self.part.rmatvec(rows))
+
+    def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        return self.part.pullback(self.times(left), right, needs)
+
+
+class Scaled(_Multiple):
+    """A number times an operator.
+
+    >>> import torch
+    >>> from pmaf.operators import Diagonal
+    >>> (0.5 * Diagonal(torch.tensor([2.0, 4.0])))(torch.ones(2))
+    tensor([1., 2.])
+    """
+
+    def __init__(self, part: Operator, factor: float) -> None:
+        super().__init__(part)
+        self.factor = number("the factor of an operator", factor)
+
+    def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
+        part, exponents = self.part.in_units(rows)
+        mantissa, power = math.frexp(self.factor)
+        return Scaled(part, mantissa), exponents + power
+
+    def times(self, rows: Tensor) -> Tensor:
+        return self.factor * rows
+
+    def solve(self, rows: Tensor) -> Tensor:
+        return self.part.solve(rows) / self.factor
+
+    @property
+    def solvable(self) -> bool:
+        return self.part.solvable and self.factor != 0
+
+    def diagonal(self) -> Tensor | None:
+        found = self.part.diagonal()
+        return None if found is None else self.factor * found
+
+    def __repr__(self) -> str:
+        return f"Scaled({self.part!r}, {self.factor})"
+
+
+class TimesPowers(_Multiple):
+    """An operator times a power of two for each batch entry, with exponents `(*,)`."""
+
+    def __init__(self, part: Operator, exponents: Tensor) -> None:
+        super().__init__(part)
+        self.exponents = exponents
+
+    def times(self, rows: Tensor) -> Tensor:
+        power = self.exponents.to(rows.dtype.to_real()).exp2()[..., None, None]
+        return rows * replicate(power, mesh_of(rows))
+
+    def __repr__(self) -> str:
+        return repr(self.part)
 
 
 def multiply(A: Tensor | Operator, u: Tensor) -> Tensor:
@@ -232,6 +427,20 @@ def known_by_products(A: Any) -> bool:
     return isinstance(A, Operator)
 
 
+# The classes of operators for tensors of a layout.
+_KINDS: dict[torch.layout, Callable[[Tensor], Operator]] = {}
+
+
+def represents(*layouts: torch.layout) -> Callable[[_Kind], _Kind]:
+    """Declare a class as the operator for tensors of these layouts."""
+
+    def declare(kind: _Kind) -> _Kind:
+        _KINDS.update(dict.fromkeys(layouts, kind))
+        return kind
+
+    return declare
+
+
 def as_operator(A: Any) -> Operator:
     """`A` itself if it is an operator; a dense or sparse tensor as an operator.
 
@@ -239,15 +448,10 @@ def as_operator(A: Any) -> Operator:
     >>> pmaf.operators.as_operator(torch.eye(3))
     Matrix(3, 3)
     """
-    from pmaf.operators.matrix import Matrix
-    from pmaf.operators.sparse import Sparse
-
     if isinstance(A, Operator):
         return A
-    if isinstance(A, Tensor) and A.layout == torch.strided:
-        return Matrix(A)
-    if isinstance(A, Tensor) and A.layout in (torch.sparse_csr, torch.sparse_coo):
-        return Sparse(A)
+    if isinstance(A, Tensor) and A.layout in _KINDS:
+        return _KINDS[A.layout](A)
     given = f"a tensor of layout {A.layout}" if isinstance(A, Tensor) else type(A).__name__
     raise TypeError(
         "expected a dense tensor, a sparse CSR or COO tensor, or an operator of "

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pmaf.linalg.products import broadcast
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, Wrapping
 
 
-class Congruent(Operator):
+class Congruent(Wrapping):
     """`T⁻¹ A T⁻ᵀ`; gradients reach the tensors of `A`, and `T`.
 
     Args:
@@ -22,47 +21,41 @@ class Congruent(Operator):
     """
 
     def __init__(self, A: Operator, T: Tensor, dims: int) -> None:
-        self.A, self.T, self.dims, self.symmetric = A, T, dims, A.symmetric
+        super().__init__(A)
+        self.T, self.dims = T, dims
 
     @property
     def shape(self) -> torch.Size:
         lead = self.T.shape[: self.T.dim() - self.dims]
-        return torch.Size((*broadcast(self.A.batch_shape, lead), *self.A.shape[-2:]))
+        return torch.Size((*broadcast(self.part.batch_shape, lead), *self.part.shape[-2:]))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.A.tensors, self.T)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
+        return (*self.part.tensors, self.T)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Congruent:
         *others, T = tensors
-        return Congruent(self.A.with_tensors(others), T, self.dims)
-
-    def claims(self) -> Iterator[Operator]:
-        return self.A.claims()
+        return Congruent(self.part.with_tensors(others), T, self.dims)
 
     def matvec(self, rows: Tensor) -> Tensor:
-        return solve_root(self.T, self._product(self.A.matvec, self._inner(rows)), self.dims)
+        return solve_root(
+            self.T, self.part.over_batch(self.part.matvec, self._inner(rows)), self.dims
+        )
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return solve_root(self.T, self._product(self.A.rmatvec, self._inner(rows)), self.dims)
+        return solve_root(
+            self.T, self.part.over_batch(self.part.rmatvec, self._inner(rows)), self.dims
+        )
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         *others, need = needs
         inner, outer = self._inner(right), self._inner(left)
-        found = self.A.pullback(self._lifted(outer), self._lifted(inner), others)
+        found = self.part.pullback(self._lifted(outer), self._lifted(inner), others)
         if not need:
             return [*found, None]
         # With l = T⁻ᵀ left and r = T⁻ᵀ right, the derivative of lᵀAr in T comes by l and by r.
-        image = self._product(self.A.matvec, inner)
-        other = self._product(self.A.rmatvec, outer)
+        image = self.part.over_batch(self.part.matvec, inner)
+        other = self.part.over_batch(self.part.rmatvec, outer)
         with torch.enable_grad():
             T = self.T.detach().requires_grad_()
             both = (solve_root(T, x, self.dims, transposed=True) for x in (left, right))
@@ -74,15 +67,9 @@ class Congruent(Operator):
     def _inner(self, rows: Tensor) -> Tensor:
         return solve_root(self.T, rows, self.dims, transposed=True)
 
-    def _product(self, product: Any, rows: Tensor) -> Tensor:
-        return product(self._lifted(rows)).reshape(rows.shape)
-
     def _lifted(self, rows: Tensor) -> Tensor:
         # A matrix without a batch takes the rows of all batch entries.
-        return rows if self.A.batch_shape else rows.reshape(-1, rows.shape[-1])
-
-    def __repr__(self) -> str:
-        return f"Congruent({self.A!r})"
+        return rows if self.part.batch_shape else rows.reshape(-1, rows.shape[-1])
 
 
 def solve_root(T: Tensor, rows: Tensor, dims: int, transposed: bool = False) -> Tensor:

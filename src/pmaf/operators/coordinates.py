@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pmaf import errors
 from pmaf.linalg.decompositions import cholesky, cholesky_or_error
 from pmaf.linalg.products import rmatvec, symmetric_part
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, Wrapping
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.modes import plain
 
@@ -96,35 +96,7 @@ def in_dtype(M: Tensor | Diagonal, dtype: torch.dtype) -> Tensor | Diagonal:
     return Diagonal(M.d.to(dtype)) if isinstance(M, Diagonal) else M.to(dtype)
 
 
-class _Changed(Operator):
-    """An operator with a factor on its left or right, which may have more batch dimensions."""
-
-    def __init__(self, part: Operator) -> None:
-        self.part = part
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.part.device
-
-    def claims(self) -> Iterator[Operator]:
-        return self.part.claims()
-
-    def _of_part(self, product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """A product of the part; a part without a batch takes the rows of all batch entries."""
-        if self.part.batch_shape or rows.dim() == 2:
-            return product(rows)
-        image = product(rows.reshape(-1, rows.shape[-1]))
-        return image.reshape(*rows.shape[:-1], image.shape[-1])
-
-    def __repr__(self) -> str:
-        return repr(self.part)
-
-
-class InCoordinates(_Changed):
+class InCoordinates(Wrapping):
     """`AL⁻ᵀ`, for an operator `A`."""
 
     def __init__(self, part: Operator, coordinates: Coordinates) -> None:
@@ -147,13 +119,13 @@ class InCoordinates(_Changed):
         return InCoordinates(self.part.with_tensors(own), coordinates)
 
     def matvec(self, rows: Tensor) -> Tensor:
-        return self._of_part(self.part.matvec, self.coordinates.back_rows(rows))
+        return self.part.over_batch(self.part.matvec, self.coordinates.back_rows(rows))
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return self.coordinates.of_matrix(self._of_part(self.part.rmatvec, rows))
+        return self.coordinates.of_matrix(self.part.over_batch(self.part.rmatvec, rows))
 
 
-class WithRowFactors(_Changed):
+class WithRowFactors(Wrapping):
     """`diag(f)A` for an operator `A` and factors `f` of shape `(*, m)`."""
 
     def __init__(self, part: Operator, factors: Tensor) -> None:
@@ -174,7 +146,7 @@ class WithRowFactors(_Changed):
         return WithRowFactors(self.part.with_tensors(own), factors)
 
     def matvec(self, rows: Tensor) -> Tensor:
-        return self._of_part(self.part.matvec, rows) * self.factors.unsqueeze(-2)
+        return self.part.over_batch(self.part.matvec, rows) * self.factors.unsqueeze(-2)
 
     def rmatvec(self, rows: Tensor) -> Tensor:
-        return self._of_part(self.part.rmatvec, rows * self.factors.unsqueeze(-2))
+        return self.part.over_batch(self.part.rmatvec, rows * self.factors.unsqueeze(-2))

@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.embedding import complex_rows, real_matrix, real_rows
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, Wrapping
 from pmaf.runtime.ranks import mesh_of, replicate, whole
 
 
-class Embedded(Operator):
+class Embedded(Wrapping):
     """A complex operator `(*, m, n)` on the real and imaginary parts of vectors, `(*, 2m, 2n)`.
 
     Its tensors are those of the complex operator, and get complex gradients.
     """
-
-    def __init__(self, part: Operator) -> None:
-        self.part, self.symmetric = part, part.symmetric
 
     @property
     def shape(self) -> torch.Size:
@@ -27,26 +24,15 @@ class Embedded(Operator):
         return torch.Size((*batch, 2 * m, 2 * n))
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.part.tensors
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.part.dtype.to_real()
-
-    @property
-    def device(self) -> torch.device:
-        return self.part.device
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Embedded:
-        return Embedded(self.part.with_tensors(tensors))
 
     def claims(self) -> Iterator[Operator]:
         return map(Embedded, self.part.claims())
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
         part, exponents = self.part.in_units(complex_of(rows))
-        return Embedded(part), exponents
+        return self.around(part), exponents
 
     def matvec(self, rows: Tensor) -> Tensor:
         return real_of(self.part.matvec(complex_of(rows)))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_matrix
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, represents
 
 
+@represents(torch.strided)
 class Matrix(Operator):
     """A dense tensor `(*, m, n)`, to be added to other operators or spread over ranks.
 

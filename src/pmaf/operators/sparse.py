@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, represents
 
 
+@represents(torch.sparse_csr, torch.sparse_coo)
 class Sparse(Operator):
     """A sparse CSR or COO tensor `(*, m, n)`; gradients reach the stored values only.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pmaf.operators.base import Operator, as_operator
+from pmaf.operators.base import Operator, Wrapping, as_operator
 
 
-class WithSolve(Operator):
+class WithSolve(Wrapping):
     """`A` together with a function for `A⁻¹x`, such as the solve of a sparse factorisation.
 
     Gradients reach the tensors of `A`. As the `M` of a pair, it is solved by the function.
@@ -29,34 +28,12 @@ class WithSolve(Operator):
     """
 
     def __init__(self, A: Any, solve: Callable[[Tensor], Tensor]) -> None:
-        self.part, self.function = as_operator(A), solve
-        self.symmetric = self.part.symmetric
+        super().__init__(as_operator(A))
+        self.function = solve
         if self.part.shape[-2] != self.part.shape[-1]:
             raise ValueError(f"solve is for square matrices; got {self.part!r}")
         if not callable(solve):
             raise TypeError(f"solve must be a function of rows; got {type(solve).__name__}")
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.part.shape
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.part.tensors
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.part.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.part.device
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> WithSolve:
-        return WithSolve(self.part.with_tensors(tensors), self.function)
-
-    def claims(self) -> Iterator[Operator]:
-        return self.part.claims()
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
         return self.part.in_units(rows)
@@ -88,6 +65,3 @@ class WithSolve(Operator):
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         return self.part.pullback(left, right, needs)
-
-    def __repr__(self) -> str:
-        return f"WithSolve({self.part!r})"
