@@ -2062,3 +2062,41 @@ GROUPS = [
     ),
 ]
 BUGS += COMPLEX_SINGULAR + GROUPS
+CASES = [
+    Bug(
+        "cases: errors name the case, not the problem",
+        "problem.py",
+        "kind.cases, kind.general = (), cls.general or cls",
+        "kind.cases = ()",
+        "test_cases.py::test_errors_name_the_general_problem",
+    ),
+    Bug(
+        "cases: a certificate is that of the general problem",
+        "problem.py",
+        "        return special.certified(value)\n",
+        "        return self.certified(value)\n",
+        "test_cases.py::test_the_general_problem_is_solved_and_certified_as_its_case",
+    ),
+    Bug(
+        "pairs: the entries of M are formed though it has a solve",
+        "layers/pairs.py",
+        "(M.solvable or pair.n > _FORMED)",
+        "pair.n > _FORMED",
+        "test_cases.py::test_a_problem_belongs_to_one_case",
+    ),
+    Bug(
+        "operators: a factor on one side of a symmetric part",
+        "operators/coordinates.py",
+        "self.coordinates, self.symmetric = coordinates, False",
+        "self.coordinates = coordinates",
+        "test_operators.py::test_a_factor_on_one_side_makes_an_operator_that_is_not_symmetric",
+    ),
+    Bug(
+        "operators: another part changes the operator itself",
+        "operators/base.py",
+        "        other = copy(self)\n",
+        "        other = self\n",
+        "test_operators.py::test_an_operator_around_another_keeps_what_is_its_own",
+    ),
+]
+BUGS += CASES

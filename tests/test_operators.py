@@ -23,6 +23,7 @@ from pmaf.operators import (
     Sparse,
     Sum,
 )
+from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors
 
 F64 = torch.float64
 
@@ -521,3 +522,30 @@ def test_custom_operators_need_four_methods():
 def test_a_number_is_no_shape():
     with pytest.raises(TypeError, match=r"shape must be \(\*, m, n\); got 3, pass \(3, 3\)"):
         FromMatvec(lambda u: u, 3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_factor_on_one_side_makes_an_operator_that_is_not_symmetric():
+    """An operator that wraps one has its shape, its tensors and its claims, unless it says so."""
+    part = pmaf.operators.Diagonal(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    M = torch.eye(3, dtype=torch.float64) + 0.1
+    u = torch.randn(3, dtype=torch.float64)
+    for one_sided in (InCoordinates(part, Coordinates.of(M)), WithRowFactors(part, u)):
+        assert part.symmetric
+        assert not one_sided.symmetric
+        assert repr(one_sided) == repr(part)
+        dense = one_sided.matvec(torch.eye(3, dtype=torch.float64)).mT
+        torch.testing.assert_close(one_sided.transposed(u), dense.mT @ u)
+        again = one_sided.with_tensors([2 * x for x in one_sided.tensors])
+        assert type(again) is type(one_sided)
+        torch.testing.assert_close(again.part(u), 2 * part(u))
+
+
+def test_an_operator_around_another_keeps_what_is_its_own():
+    part = pmaf.operators.Diagonal(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    u = torch.randn(3, dtype=torch.float64)
+    for made in (0.5 * part, pmaf.operators.WithSolve(part, lambda rows: rows / part.d)):
+        other = made.with_tensors([2 * part.d])
+        assert type(other) is type(made)
+        torch.testing.assert_close(other(u), 2 * made(u))
+        torch.testing.assert_close(made.tensors, part.tensors)  # the first is left as it was
+        assert (other.dtype, other.shape, other.symmetric) == (u.dtype, part.shape, True)

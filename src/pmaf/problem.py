@@ -152,18 +152,25 @@ class Problem(Named):
             )
         first, *others = self.inputs
         for name, dims in self.inputs.items():
-            x = getattr(self, name)
-            if dims == 2 and known_by_products(x):
-                object.__setattr__(self, name, as_operator(x))
-            elif dims == 2:
-                errors.require_matrix(name, x)
+            if dims == 2:
+                self.require_matrix(name, or_complex=False)
             else:
-                errors.require_vector(name, x, "n")
+                errors.require_vector(name, getattr(self, name), "n")
         A = getattr(self, first)
         for name in others:
             x = getattr(self, name)
             errors.require_alike(first, A, name, x)
             errors.require_broadcast(first, self._batch_of(first), name, self._batch_of(name))
+
+    def require_matrix(self, name: str, letters: str = "m, n", or_complex: bool = True) -> Any:
+        """The field as a dense tensor, which is checked, or as an operator."""
+        x = getattr(self, name)
+        if known_by_products(x):
+            x = as_operator(x)
+            object.__setattr__(self, name, x)
+        else:
+            errors.require_matrix(name, x, letters, or_complex=or_complex)
+        return x
 
     def _batch_of(self, name: str) -> torch.Size:
         shape = getattr(self, name).shape
@@ -367,6 +374,15 @@ class Problem(Named):
 
     # From the problem to its solution.
 
+    def instead(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None
+    ) -> tuple[Any, Tensor | None, Callable[[Solution], Solution]] | None:
+        """Another problem to run, a start of it, and a function from its solution; None for none.
+
+        The conversion is differentiable.
+        """
+        return None
+
     def reduced(
         self, init: Tensor | None, solver: Solver
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
@@ -437,6 +453,10 @@ class Problem(Named):
         special = self.special()
         if special is not self:
             return special.run(solver, gradient, init=init, report=report, throw=throw)
+        other = self.instead(solver, gradient, init)
+        if other is not None:
+            problem, start, convert = other
+            return convert(problem.run(solver, gradient, init=start, report=report, throw=throw))
         require_rules(self, solver, gradient)
         if init is not None:
             self.require_start(init)

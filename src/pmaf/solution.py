@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,4 +234,10 @@ def require_products_suffice(A: object, solver: Solver, gradient: Gradient) -> N
 
 
 def _choices(base: type, wanted: Callable[[Any], bool]) -> str:
-    return ", ".join(f"{kind.__name__}()" for kind in base.__subclasses__() if wanted(kind))
+    return ", ".join(f"{kind.__name__}()" for kind in _below(base) if wanted(kind))
+
+
+def _below(base: type) -> Iterator[type]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _below(kind)

@@ -25,7 +25,7 @@ from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
-from pmaf.operators.base import Operator, as_operator, known_by_products
+from pmaf.operators.base import Operator
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
@@ -122,12 +122,7 @@ class PrincipalEigenvectors(Problem):
     copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
 
     def __post_init__(self) -> None:
-        A, k = self.A, self.k
-        if known_by_products(A):
-            A = as_operator(A)
-            object.__setattr__(self, "A", A)
-        else:
-            errors.require_matrix("A", A, "n, n", or_complex=True)
+        A, k = self.require_matrix("A", "n, n"), self.k
         if A.shape[-1] != A.shape[-2]:
             raise ValueError(
                 f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
@@ -176,12 +171,7 @@ class PrincipalEigenvectors(Problem):
             )
 
     def _require_metric(self) -> None:
-        A, M = self.A, self.M
-        if known_by_products(M):
-            M = as_operator(M)
-            object.__setattr__(self, "M", M)
-        else:
-            errors.require_matrix("M", M, "n, n", or_complex=True)
+        A, M = self.A, self.require_matrix("M", "n, n")
         if M.shape[-2:] != A.shape[-2:]:
             raise ValueError(
                 f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"

@@ -18,7 +18,7 @@ from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import broadcast, dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators import Diagonal
-from pmaf.operators.base import Operator, as_operator, known_by_products, multiply
+from pmaf.operators.base import Operator, multiply
 from pmaf.problem import Problem, as_solution, in_dtype
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
@@ -61,12 +61,7 @@ class SphereLeastSquares(Problem):
     degree: ClassVar[int | None] = 2
 
     def __post_init__(self) -> None:
-        A, b = self.A, self.b
-        if known_by_products(A):
-            A = as_operator(A)
-            object.__setattr__(self, "A", A)
-        else:
-            errors.require_matrix("A", A, or_complex=True)
+        A, b = self.require_matrix("A"), self.b
         errors.require_vector("b", b, "m", or_complex=True)
         errors.require_alike("A", A, "b", b)
         object.__setattr__(self, "radius", require_radius(self.radius, A))

@@ -63,24 +63,12 @@ class Pair(PrincipalEigenvectors):
         took("pairs: entries of M")
         return pair.changed(M=entries(M))
 
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        self.require_rule(gradient)
-        return super().run(solver, gradient, init=init, report=report, throw=throw)
-
-    def require_rule(self, gradient: Gradient) -> None:
-        """Raise an error unless the rule for the gradient is one for pairs."""
+    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
         if not isinstance(gradient, (Implicit, Unroll)):
             raise TypeError(
                 f"gradient={gradient!r} is a rule for one matrix; use Implicit() or Unroll() with M"
             )
+        return super().instead(solver, gradient, init)
 
     def directions(self, rows: Tensor) -> Tensor:
         return sphere.project(rows)
@@ -159,16 +147,8 @@ def _reduces(pair: Any) -> bool:
 class FactoredPair(Pair):
     """A pair that is solved as the matrix to which it reduces, with derivatives by the factor."""
 
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        self.require_rule(gradient)
+    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
+        super().instead(solver, gradient, init)
         if init is not None:
             self.require_start(init)
             init = init.detach()
@@ -182,10 +162,14 @@ class FactoredPair(Pair):
             change = _Change(pair.M)
             start = None if init is None else self._shaped(change.forth(self.columns(init)))
             inner = self.alone(change.reduced(pair.A))
-            found = inner.run(solver, gradient, init=start, report=report, throw=throw)
-            rows = change.back(self.columns(found.value)).mT
-            y = self._shaped((rows * pair.turns(rows).unsqueeze(-1)).mT)
-        return in_dtype(self.dtype, replace(found, value=y))
+
+        def convert(found: Solution) -> Solution:
+            with full_precision(self.device):
+                rows = change.back(self.columns(found.value)).mT
+                y = self._shaped((rows * pair.turns(rows).unsqueeze(-1)).mT)
+            return in_dtype(self.dtype, replace(found, value=y))
+
+        return inner, start, convert
 
     def _shaped(self, columns: Tensor) -> Tensor:
         return columns.squeeze(-1) if self.k is None else columns

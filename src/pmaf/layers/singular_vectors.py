@@ -19,8 +19,7 @@ from pmaf.layers.hermitian import phases
 from pmaf.linalg.products import broadcast, dot, frobenius
 from pmaf.linalg.roundings import blame_range, rank_tolerance, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
-from pmaf.operators import Gram, Matrix, Operator, as_operator
-from pmaf.operators.base import known_by_products
+from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate, Solution
@@ -67,12 +66,7 @@ class PrincipalSingularVectors(Problem):
     copies: ClassVar[int] = 1  # how often each singular value occurs by construction
 
     def __post_init__(self) -> None:
-        A, weights = self.A, self.weights
-        if known_by_products(A):
-            A = as_operator(A)
-            object.__setattr__(self, "A", A)
-        else:
-            errors.require_matrix("A", A, or_complex=True)
+        A, weights = self.require_matrix("A"), self.weights
         if weights is not None:
             errors.require_row_weights(weights, "A", A)
             errors.require_broadcast("A", A.shape[:-2], "weights", weights.shape[:-1])
@@ -183,20 +177,14 @@ class PrincipalSingularVectors(Problem):
 
     # From the problem to its solution.
 
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
+    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
         if self.operator is None and not getattr(solver, "matrix_free", False):
-            return super().run(solver, gradient, init=init, report=report, throw=throw)
+            return None
         self._require_weights()
-        problem = self._by_products()
-        found = problem.run(solver, gradient, init=init, report=report, throw=throw)
+        return self._by_products(), init, self._of_squares
+
+    def _of_squares(self, found: Solution) -> Solution:
+        """The solution, given that for `AᵀWA`."""
         squares, gap = found.multiplier, found.gap
         top = squares.detach().amax(-1, keepdim=True) if self.k is not None else squares.detach()
         values = _root(squares, rank_tolerance(squares.dtype) * top.clamp_min(0).sqrt())

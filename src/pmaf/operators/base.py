@@ -240,7 +240,7 @@ class Wrapping(Operator):
         return self.part.claims()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.part!r})"
+        return repr(self.part)  # what the user has given
 
 
 class Sum(Operator):
@@ -383,9 +383,6 @@ class TimesPowers(_Multiple):
     def times(self, rows: Tensor) -> Tensor:
         power = self.exponents.to(rows.dtype.to_real()).exp2()[..., None, None]
         return rows * replicate(power, mesh_of(rows))
-
-    def __repr__(self) -> str:
-        return repr(self.part)
 
 
 def multiply(A: Tensor | Operator, u: Tensor) -> Tensor:

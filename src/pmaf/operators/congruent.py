@@ -71,6 +71,9 @@ class Congruent(Wrapping):
         # A matrix without a batch takes the rows of all batch entries.
         return rows if self.part.batch_shape else rows.reshape(-1, rows.shape[-1])
 
+    def __repr__(self) -> str:
+        return f"Congruent({self.part!r})"
+
 
 def solve_root(T: Tensor, rows: Tensor, dims: int, transposed: bool = False) -> Tensor:
     """`T⁻¹x`, or `T⁻ᵀx`, for every row `(*, p, n)`; see `Congruent`."""

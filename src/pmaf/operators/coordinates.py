@@ -101,7 +101,7 @@ class InCoordinates(Wrapping):
 
     def __init__(self, part: Operator, coordinates: Coordinates) -> None:
         super().__init__(part)
-        self.coordinates = coordinates
+        self.coordinates, self.symmetric = coordinates, False
 
     @property
     def shape(self) -> torch.Size:
@@ -130,7 +130,7 @@ class WithRowFactors(Wrapping):
 
     def __init__(self, part: Operator, factors: Tensor) -> None:
         super().__init__(part)
-        self.factors = factors
+        self.factors, self.symmetric = factors, False
 
     @property
     def shape(self) -> torch.Size:

@@ -43,9 +43,6 @@ class Embedded(Wrapping):
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         return self.part.pullback(complex_of(left), complex_of(right), needs)
 
-    def __repr__(self) -> str:
-        return repr(self.part)
-
 
 def embedded(A: Tensor | Operator) -> Tensor | Operator:
     """A complex matrix or operator as a real one."""

@@ -31,3 +31,6 @@ class Transposed(Wrapping):
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         return self.part.pullback(right, left, needs)
+
+    def __repr__(self) -> str:
+        return f"Transposed({self.part!r})"

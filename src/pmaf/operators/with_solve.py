@@ -65,3 +65,6 @@ class WithSolve(Wrapping):
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         return self.part.pullback(left, right, needs)
+
+    def __repr__(self) -> str:
+        return f"WithSolve({self.part!r})"

@@ -88,11 +88,10 @@ class LeastSquares(Minimum, Protocol):
     def smallest_curvature(self) -> Tensor: ...
 
 
-class Eigenvectors(Protocol):
-    """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; for a general `A`, the dominant eigenvector."""
+class _Vectors(Protocol):
+    """What the forms of several vectors have in common."""
 
-    symmetric: bool
-    copies: int  # how often each eigenvalue occurs by construction
+    copies: int  # how often each eigenvalue or singular value occurs by construction
 
     @property
     def batch_shape(self) -> torch.Size: ...
@@ -102,6 +101,12 @@ class Eigenvectors(Protocol):
 
     @property
     def width(self) -> int: ...
+
+
+class Eigenvectors(_Vectors, Protocol):
+    """The form `max tr(YAYᵀ)` subject to `YYᵀ = I`; for a general `A`, the dominant eigenvector."""
+
+    symmetric: bool
 
     @property
     def skip(self) -> int:
@@ -122,21 +127,11 @@ class Eigenvectors(Protocol):
     def residual(self, values: Tensor, rows: Tensor) -> Tensor: ...
 
 
-class SingularVectors(Protocol):
+class SingularVectors(_Vectors, Protocol):
     """The form `max tr(YAᵀWAYᵀ)` subject to `YYᵀ = I`, or its minimum, from `A` and `W` itself."""
 
     largest: bool
     single: bool
-    copies: int  # how often each singular value occurs by construction
-
-    @property
-    def batch_shape(self) -> torch.Size: ...
-
-    @property
-    def n(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
 
     @property
     def tensors(self) -> tuple[Any, ...]: ...

@@ -22,7 +22,29 @@ class _Vector(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PowerIteration(Solver):
+class Iteration(Solver):
+    """The options of iterations that multiply by the matrix until nothing moves."""
+
+    unrollable = True
+
+    iterations: int = 1000
+    tolerance: float | None = None
+    stop: bool = True
+    shift: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("iterations", self.iterations, 1)
+        require_tolerance("tolerance", self.tolerance)
+        if self.shift is not None:
+            require_finite_number("shift", self.shift)
+
+    def advice(self) -> str:
+        return "raise iterations, or use Auto(), which copes with small gaps"
+
+
+@dataclass(frozen=True)
+class PowerIteration(Iteration):
     """`u ← (A + shift·I)u`, normalised, until `u` no longer changes.
 
     Args:
@@ -40,19 +62,6 @@ class PowerIteration(Solver):
     """
 
     solves = (Eigenvectors,)
-    unrollable = True
-
-    iterations: int = 1000
-    tolerance: float | None = None
-    stop: bool = True
-    shift: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("iterations", self.iterations, 1)
-        require_tolerance("tolerance", self.tolerance)
-        if self.shift is not None:
-            require_finite_number("shift", self.shift)
 
     def solve(
         self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
@@ -109,9 +118,6 @@ class PowerIteration(Solver):
             converged=stands(run.finished, residual, tolerance),
             report=report,
         )
-
-    def advice(self) -> str:
-        return "raise iterations, or use Auto(), which copes with small gaps"
 
 
 def choose_shift(problem: Eigenvectors, M: Tensor, shift: float | None) -> Tensor:

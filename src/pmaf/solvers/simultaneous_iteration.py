@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_at_least, require_finite_number, require_tolerance
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.roundings import STILL_BLOCK, given_or
-from pmaf.solvers.base import Eigenvectors, Outcome, Solver
-from pmaf.solvers.power_iteration import choose_shift
+from pmaf.solvers.base import Eigenvectors, Outcome
+from pmaf.solvers.power_iteration import Iteration, choose_shift
 from pmaf.solvers.report import (
     norm_of,
     orthonormal,
@@ -29,7 +28,7 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SimultaneousIteration(Solver):
+class SimultaneousIteration(Iteration):
     """`Q ← qr((A + shift·I)Q)` on a block of vectors, until `Q` no longer changes.
 
     Args:
@@ -47,20 +46,8 @@ class SimultaneousIteration(Solver):
     """
 
     solves = (Eigenvectors,)
-    unrollable = True
 
-    iterations: int = 1000
-    tolerance: float | None = None
-    stop: bool = True
-    shift: float | None = None
     full: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("iterations", self.iterations, 1)
-        require_tolerance("tolerance", self.tolerance)
-        if self.shift is not None:
-            require_finite_number("shift", self.shift)
 
     def solve(
         self, problem: Eigenvectors, *, init: Tensor | None = None, report: bool = True
@@ -110,6 +97,3 @@ class SimultaneousIteration(Solver):
             converged=stands(run.finished, residual, tolerance),
             report=report,
         )
-
-    def advice(self) -> str:
-        return "raise iterations, or use Auto(), which copes with small gaps"
