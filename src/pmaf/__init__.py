@@ -17,7 +17,7 @@ from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
 from pmaf.layers.less import LESS, SphereLeastSquares, less
 from pmaf.layers.nullspace import NullSpace, PrincipalSingularVectors, nullspace
 from pmaf.layers.pool import PrincipalPool
-from pmaf.layers.spectral import Spectral, spectral
+from pmaf.layers.spectral import Spectral, SpectralFunction, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve
 
@@ -39,6 +39,7 @@ __all__ = [
     "SingularTriplets",
     "Solution",
     "Spectral",
+    "SpectralFunction",
     "SphereLeastSquares",
     "certify",
     "gradients",
