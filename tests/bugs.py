@@ -683,14 +683,14 @@ LESS_OPERATOR = [
 LESS_RULES = [
     Bug(
         "range: multipliers with half of their exponent",
-        "layers/less.py",
+        "layers/least_squares.py",
         "2 * unit + excess,",
         "unit + excess,",
         "test_less_hard_cases.py",
     ),
     Bug(
         "range: a very long b keeps its length",
-        "layers/less.py",
+        "layers/least_squares.py",
         "excess = (length - unit - _span(A.dtype)).clamp_min(0)",
         "excess = 0 * (length - unit - _span(A.dtype)).clamp_min(0)",
         "test_range.py::test_any_radius test_less_solution.py::test_b_far_larger_or_smaller_than_A "
@@ -764,7 +764,7 @@ LESS_RULES = [
     ),
     Bug(
         "references get a gradient",
-        "layers/ied.py",
+        "layers/eigenvectors.py",
         'object.__setattr__(self, "reference", self.reference.detach())',
         'object.__setattr__(self, "reference", self.reference)',
         "test_training.py::test_eigenvectors_from_step_to_step[130-{}-reference]",
@@ -785,7 +785,7 @@ LESS_RULES = [
     ),
     Bug(
         "operators: smallest eigenvalues are the largest",
-        "layers/ied.py",
+        "layers/eigenvectors.py",
         "A = problem.A if self.largest else -problem.A",
         "A = problem.A",
         SPAN,
@@ -795,35 +795,35 @@ LESS_RULES = [
 PAIRS = [
     Bug(
         "pairs: vectors of unit length",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "return found._replace(value=found.value @ inverse, kept=kept)",
         "return found._replace(value=sphere.project(found.value @ inverse), kept=kept)",
         "test_pairs.py::test_values_and_vectors_are_those_of_scipy",
     ),
     Bug(
         "pairs: M only shortens its own vector",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "z = z if normal is None else z + 0.5 * normal @ y",
         "z = z if normal is None else z + 0.5 * normal.diagonal(dim1=-2, dim2=-1)[..., None] * y",
         "test_projector.py::test_density_matrices_of_pairs",
     ),
     Bug(
         "pairs: the part of M that the eigenvalue multiplies is left out",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "        z = state.shift.unsqueeze(-1) * z\n",
         "        z = 0 * z\n",
         "test_pairs.py::test_first_and_second_derivatives",
     ),
     Bug(
         "pairs: units divide M, too",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "return self.changed(A=self.matrix / unit[..., None, None])",
         "return super().divided(unit)",
         "test_pairs.py::test_entries_whose_squares_leave_the_range",
     ),
     Bug(
         "pairs: a metric is not checked",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "    if checked and bool(info.any()):",
         "    if False:",
         "test_pairs.py::test_errors",
@@ -865,7 +865,7 @@ PAIRS = [
     ),
     Bug(
         "references of several vectors are not flipped with them",
-        "layers/ied.py",
+        "layers/eigenvectors.py",
         "reference = reference.flip(-2) if flipped else reference",
         "",
         "test_references.py::test_what_is_asked_for_is_positive",
@@ -1098,14 +1098,14 @@ LINALG = [
     ),
     Bug(
         "kernels: second derivatives of the smallest of a pair are those of the largest",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "        if not self.largest:  # the largest of −A\n            tensors",
         "        if False:\n            tensors",
         "test_native_pairs.py::test_the_same_as_by_the_common_path",
     ),
     Bug(
         "kernels: second derivatives of complex pairs in another order",
-        "layers/pairs.py",
+        "layers/dense_pairs.py",
         "self.largest, descending=self.descending, M=M",
         "self.largest, descending=not self.descending, M=M",
         "test_native_pairs.py::test_the_same_as_by_the_common_path",
@@ -1126,14 +1126,14 @@ LINALG = [
     ),
     Bug(
         "kernels: second derivatives of least squares in units of their own",
-        "layers/less.py",
+        "layers/least_squares.py",
         "            shift = times_power(shift, -exponents)",
         "            pass",
         "test_native.py::test_second_derivatives",
     ),
     Bug(
         "kernels: the smallest is differentiated as the largest, to be differentiated again",
-        "layers/ied.py",
+        "layers/eigenvectors.py",
         "            A, state = -A, state._replace(shift=-state.shift)",
         "            state = state._replace(shift=-state.shift)",
         "test_ied_small.py::test_first_and_second_derivatives "

@@ -76,6 +76,32 @@ def test_imports_point_one_way(path):
             assert not private, f"{here} reaches into {module} for {name}"
 
 
+# Why a file imports inside of functions.
+LATE = {
+    "pmaf.__main__": "the command names the extra that it needs",
+    "pmaf.operators.base": "sums and multiples are operators, too",
+    "pmaf.runtime.ranks": "torch.distributed takes long to import, and may be missing",
+}
+
+
+def late_imports(path: Path) -> list[int]:
+    """The lines of imports inside of functions."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        node.lineno
+        for function in ast.walk(tree)
+        if isinstance(function, functions)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_are_at_the_top(path):
+    assert bool(late_imports(path)) == (name_of(path) in LATE), late_imports(path)
+
+
 def test_no_module_of_the_root_is_private():
     names = {path.name for path in (SOURCE / "pmaf").glob("_*.py")}
     assert names == {"__init__.py", "__main__.py"}

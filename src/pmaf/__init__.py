@@ -12,11 +12,14 @@ differentiates the solution implicitly:
 
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning
-from pmaf.layers.ied import IED, Eigenpairs, PrincipalEigenvectors, ied
+from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors
+from pmaf.layers.ied import IED, ied
 from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
-from pmaf.layers.less import LESS, SphereLeastSquares, less
-from pmaf.layers.nullspace import NullSpace, PrincipalSingularVectors, nullspace
+from pmaf.layers.least_squares import SphereLeastSquares
+from pmaf.layers.less import LESS, less
+from pmaf.layers.nullspace import NullSpace, nullspace
 from pmaf.layers.pool import PrincipalPool
+from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.layers.spectral import Spectral, SpectralFunction, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution, certify, solve

@@ -183,6 +183,17 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
         raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
 
 
+def require_row_weights(weights: Tensor, name: str, x: Typed) -> None:
+    """`weights` has one real number for each row of `x`, `(*, m, n)`, in its dtype."""
+    require_vector("weights", weights, "m")
+    require_alike("weights", weights, name, x, real=True)
+    if weights.shape[-1] != x.shape[-2]:
+        raise ValueError(
+            f"{name} of shape {shape_of(x)} needs weights of shape (*, {x.shape[-2]}), one for "
+            f"each row; got {shape_of(weights)}"
+        )
+
+
 def require_sign_rule(name: str, x: object, n: int) -> None:
     """`x` is the index of one of n components, or "largest"."""
     if isinstance(x, bool) or (isinstance(x, str) and x != "largest"):

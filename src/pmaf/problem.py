@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
 
 _HALF = (torch.float16, torch.bfloat16)
+_Kind = TypeVar("_Kind", bound="type[Problem]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,8 @@ class Problem(Named):
 
     The multiplier `uᵀ force(u)`, the certificate, both modes of differentiation to any order, the
     search by products, batches, traces and transforms follow from these two. A subclass may
-    override a method, such as `gradients`, for which it has a faster way.
+    override a method, such as `gradients`, for which it has a faster way, or declare itself as a
+    `case` of another problem.
 
     >>> import torch, pmaf
     >>> from dataclasses import dataclass
@@ -86,6 +88,10 @@ class Problem(Named):
     degree: ClassVar[int | None] = None
     # Whether the matrix is symmetric; solvers with `always_converges` converge if it is.
     symmetric = True
+    # Classes that solve some of these problems in another way, and which; see `case`.
+    cases: ClassVar[tuple[tuple[Callable[[Any], bool], type[Problem]], ...]] = ()
+    # The class of which this one is a case, for messages.
+    general: ClassVar[type[Problem] | None] = None
 
     def force(self, u: Tensor, *inputs: Any) -> Tensor:
         """`−∇f(u)`, `(*, n)`."""
@@ -94,6 +100,45 @@ class Problem(Named):
     def curvature(self, rows: Tensor) -> Tensor:
         """`∇²f` times rows `(*, p, n)`."""
         raise NotImplementedError(f"{type(self).__name__} declares no curvature")
+
+    # Special cases.
+
+    @classmethod
+    def case(cls, applies: Callable[[Any], bool]) -> Callable[[_Kind], _Kind]:
+        """Declare a class as the one that solves and certifies the problems that `applies` names.
+
+        The class has the same fields. It may pose another problem, whose solution it converts; and
+        it may have cases of its own. To at most one case of a class a problem belongs.
+        """
+
+        def declare(kind: _Kind) -> _Kind:
+            cls.cases = (*cls.cases, (applies, kind))
+            kind.cases, kind.general = (), cls.general or cls
+            return kind
+
+        return declare
+
+    @classmethod
+    def of(cls, problem: Any) -> Any:
+        """A problem as one of this class, which is a case of it."""
+        return cls.like(problem)
+
+    @classmethod
+    def like(cls, problem: Any, **others: Any) -> Any:
+        """A problem as one of this class, with other values of some fields; nothing is checked."""
+        other = object.__new__(cls)
+        for field in fields(problem):  # a trace knows the fields of an instance only
+            name = field.name
+            value = others[name] if name in others else getattr(problem, name)
+            object.__setattr__(other, name, value)
+        return other
+
+    def special(self) -> Any:
+        """The problem as the case to which it belongs; the problem itself if there is none."""
+        for applies, kind in self.cases:
+            if applies(self):
+                return kind.of(self).special()
+        return self
 
     # Inputs and options.
 
@@ -187,11 +232,7 @@ class Problem(Named):
 
     def changed(self, **others: Any) -> Any:
         """The same problem with other values of some fields, which are not checked again."""
-        other = object.__new__(type(self))
-        for field in fields(self):
-            name = field.name
-            object.__setattr__(other, name, others[name] if name in others else getattr(self, name))
-        return other
+        return self.like(self, **others)
 
     def bare(self) -> Any:
         """The problem without its inputs."""
@@ -254,13 +295,18 @@ class Problem(Named):
 
     def certify(self, value: Tensor) -> Certificate:
         """Evidence about a solution, from the problem and the solution alone."""
-        self.require_value(value)
+        special = self.special()
+        special.require_value(value)
+        return special.certified(value)
+
+    def certified(self, value: Tensor) -> Certificate:
+        """`certify` for a value of the right shape."""
         by_products = self.operator is not None
         return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
     def require_value(self, value: Tensor) -> None:
         """Raise an error unless `value` has the shape of a solution."""
-        shape = (*self.batch_shape, self.n)
+        shape, _ = self.shapes
         if value.shape != shape:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
@@ -376,6 +422,9 @@ class Problem(Named):
         throw: bool = False,
     ) -> Solution:
         """Solve with a solver, and attach a rule for the gradient; `pmaf.solve` calls this."""
+        special = self.special()
+        if special is not self:
+            return special.run(solver, gradient, init=init, report=report, throw=throw)
         require_rules(self, solver, gradient)
         if init is not None:
             self.require_start(init)

@@ -174,7 +174,7 @@ def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
 
 def require_rules(problem: Any, solver: object, gradient: object) -> None:
     """The solver and the gradient rule suit the problem, and each other."""
-    target = type(problem).__name__
+    target = (problem.general or type(problem)).__name__
 
     def suits(kind: type[Solver] | type[Gradient] | Solver | Gradient) -> bool:
         return any(has_form(problem, form) for form in kind.solves)

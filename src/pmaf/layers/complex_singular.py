@@ -7,14 +7,13 @@ to every order, and the vector with the phase that `reference` fixes is such a f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pmaf.layers.nullspace import PrincipalSingularVectors
+from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.linalg.embedding import complex_rows, paired_rows, real_matrix
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import SVD, Reduction, Solver
@@ -49,39 +48,38 @@ class EmbeddedSingularVectors(PrincipalSingularVectors):
         return outcome._replace(value=pairs, multiplier=values)
 
 
-def _embedding(problem: PrincipalSingularVectors) -> EmbeddedSingularVectors:
-    weights = problem.weights
-    weights = None if weights is None else weights.repeat_interleave(2, -1)
-    k = 2 * problem.width
-    return EmbeddedSingularVectors(real_matrix(problem.matrix), weights, k, problem.largest)
+@PrincipalSingularVectors.case(lambda x: x.A.dtype.is_complex and isinstance(x.A, Tensor))
+@dataclass(frozen=True, eq=False)
+class ComplexSingularVectors(PrincipalSingularVectors):
+    """`PrincipalSingularVectors` of a complex tensor, by its embedding."""
 
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        posed, start, _ = self._embedding().reduced(None, solver)
+        return posed, start, self.present
 
-def reduced(
-    problem: PrincipalSingularVectors, solver: Solver
-) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-    """`Problem.reduced` of a complex matrix."""
-    posed, start, _ = _embedding(problem).reduced(None, solver)
-    return posed, start, functools.partial(_present, problem)
+    def _embedding(self) -> EmbeddedSingularVectors:
+        weights = self.weights
+        weights = None if weights is None else weights.repeat_interleave(2, -1)
+        k = 2 * self.width
+        return EmbeddedSingularVectors(real_matrix(self.matrix), weights, k, self.largest)
 
+    def present(self, outcome: Outcome) -> Solution:
+        rows, values, residual, gap, iterations, converged = outcome.tensors
+        y, values = complex_rows(rows[..., ::2, :]), values[..., ::2]
+        if self.flipped:
+            y, values = y.flip(-2), values.flip(-1)
+        real = self.matrix.real.dtype
+        # New tensors, not views of what the backward pass uses: a user may write into them.
+        vectors = (y * self.signs(y).unsqueeze(-1)).to(self.dtype)
+        values = values.to(real, copy=True)
+        if self.k is None:
+            vectors, values = vectors.squeeze(-2), values.squeeze(-1)
+        else:
+            vectors = vectors.mT
+        return Solution(vectors, values, residual.to(real), gap.to(real), iterations, converged)
 
-def _present(problem: PrincipalSingularVectors, outcome: Outcome) -> Solution:
-    """The outcome of the embedded problem as the user sees it."""
-    rows, values, residual, gap, iterations, converged = outcome.tensors
-    y, values = complex_rows(rows[..., ::2, :]), values[..., ::2]
-    if problem.flipped:
-        y, values = y.flip(-2), values.flip(-1)
-    dtype = problem.dtype
-    real = problem.matrix.real.dtype
-    # New tensors, not views of what the backward pass uses: a user may write into them.
-    vectors, values = (y * problem.signs(y).unsqueeze(-1)).to(dtype), values.to(real, copy=True)
-    if problem.k is None:
-        vectors, values = vectors.squeeze(-2), values.squeeze(-1)
-    else:
-        vectors = vectors.mT
-    return Solution(vectors, values, residual.to(real), gap.to(real), iterations, converged)
-
-
-def certify(problem: PrincipalSingularVectors, value: Tensor) -> Certificate:
-    """The certificate of the embedded problem."""
-    columns = value.unsqueeze(-1) if problem.k is None else value
-    return _embedding(problem).certify(paired_rows(columns.mT).mT)
+    def certified(self, value: Tensor) -> Certificate:
+        columns = value.unsqueeze(-1) if self.k is None else value
+        return self._embedding().certify(paired_rows(columns.mT).mT)

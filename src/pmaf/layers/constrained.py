@@ -10,27 +10,27 @@ derivative in which large numbers cancel. In fixed coordinates the constraint is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pmaf import errors
 from pmaf.autograd.forward_mode import STEPS
+from pmaf.certificate import certify_minimum
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, weighted_gradients
 from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
+from pmaf.layers.least_squares import SphereLeastSquares, column, in_range, normal_product
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import power_of_two, times_power
-from pmaf.operators import Diagonal, Operator
+from pmaf.operators import Operator
 from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors, in_dtype
 from pmaf.operators.rows import rows_of
-from pmaf.problem import Problem
-from pmaf.runtime.modes import plain
-from pmaf.solution import Certificate
+from pmaf.problem import Problem, as_solution
+from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Outcome
@@ -92,21 +92,12 @@ class ConstrainedLeastSquares(Problem):
 
     def curvature(self, rows: Tensor) -> Tensor:
         if isinstance(self.A, Operator):
-            A, weights = self.A, self.given_sides(self.sides)[1]
-            images = _product(A.matvec, A, rows)
-            images = images if weights is None else images * weights.unsqueeze(-2)
-            return _product(A.rmatvec, A, images)
-        A, weights = self.parts.A, self.parts.weights
-        images = rows @ A.mT
-        return (images if weights is None else images * weights.unsqueeze(-2)) @ A
+            return normal_product(self.A, self.given_sides(self.sides)[1], rows)
+        return normal_product(self.parts.A, self.parts.weights, rows)
 
     def given_sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
         """`b` and the weights."""
         return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
-
-    def rows(self, A: Any, b: Tensor) -> Any:
-        """Least squares of `A` and `b` on the unit sphere, for solvers."""
-        raise NotImplementedError
 
     def best_solver(self) -> Solver:
         return best_minimum(self)
@@ -137,7 +128,7 @@ class ConstrainedLeastSquares(Problem):
         A, _, b, weights, _ = self.parts
         A, b = scaled(A, b, weights)
         if not isinstance(solver, Secular):
-            return solver.solve(self.rows(A, b), init=init, report=report)
+            return solver.solve(SphereLeastSquares(A, b), init=init, report=report)
         b = b.expand(*self.batch_shape, -1)
         return solve_exactly(A, b, init, self.ball, self.single, solver)
 
@@ -147,7 +138,7 @@ class ConstrainedLeastSquares(Problem):
             assert isinstance(A, Operator)
             root = weights.sqrt()
             A, b = WithRowFactors(A, root), root * b
-        outcome, seen = solver.solve_by_products(self.rows(A, b), init)
+        outcome, seen = solver.solve_by_products(SphereLeastSquares(A, b), init)
         return (solve_inside(outcome, seen, b, solver) if self.ball else outcome), seen
 
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
@@ -198,97 +189,51 @@ class ConstrainedLeastSquares(Problem):
         return step
 
 
-def _product(product: Callable[[Tensor], Tensor], A: Operator, rows: Tensor) -> Tensor:
-    """A product with rows; an operator without a batch takes the rows of all batch entries."""
-    if A.batch_shape or rows.dim() == 2:
-        return product(rows)
-    image = product(rows.reshape(-1, rows.shape[-1]))
-    return image.reshape(*rows.shape[:-1], image.shape[-1])
+@SphereLeastSquares.case(lambda x: x.has_options and not x.A.dtype.is_complex)
+@dataclass(frozen=True, eq=False)
+class LeastSquaresWithOptions(SphereLeastSquares):
+    """`SphereLeastSquares` with a ball, an ellipsoid, weights or a tensor for the radius."""
 
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        found = posed(self)
 
-# Arguments.
-
-
-def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
-    """A number, or a tensor `(*,)`; both positive, finite, and in the range of the dtype."""
-    info = torch.finfo(A.dtype)
-    if not isinstance(radius, Tensor):
-        radius = errors.require_positive("radius", radius)
-        if not info.tiny <= radius <= info.max:
-            raise ValueError(
-                f"radius must be a number that {A.dtype} can hold, {info.tiny} to {info.max}; "
-                f"got {radius}"
+        def finish(outcome: Outcome) -> Solution:
+            return replace(
+                as_solution(outcome),
+                value=found.back(outcome.value),
+                multiplier=found.unscaled(outcome.multiplier),
+                residual=outcome.residual.to(self.dtype),
+                gap=found.unscaled(outcome.gap),
             )
-        return radius
-    errors.require_alike("radius", radius, "A", A, real=True)
-    if plain(radius):
-        bad = ~((radius > 0) & torch.isfinite(radius))
-        if bad.any():
-            first = float(radius.detach()[bad].reshape(-1)[0])
-            raise ValueError(
-                f"radius must be positive and finite; got {first}"
-                + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
-                + "; use radius.exp() or softplus of a parameter to keep it positive"
-            )
-    return radius
 
+        start = None if init is None else found.of_vector(init)
+        return self._unit(found), start, finish
 
-def require_options(problem: Any) -> None:
-    """Tensors that are options have the dtype of `A`, and shapes that fit."""
-    A, b, M, weights = problem.A, problem.b, problem.M, problem.weights
-    batches = {"A": A.shape[:-2], "b": b.shape[:-1]}
-    if not isinstance(problem.ball, bool):
-        raise TypeError(f"ball must be True or False; got {problem.ball!r}")
-    if isinstance(problem.radius, Tensor):
-        batches["radius"] = problem.radius.shape
-    if weights is not None:
-        errors.require_vector("weights", weights, "m")
-        errors.require_alike("weights", weights, "A", A, real=True)
-        m = A.shape[-2]
-        if weights.shape[-1] != m:
-            raise ValueError(
-                f"A of shape {errors.shape_of(A)} needs weights of shape (*, {m}), one for each "
-                f"row; got {errors.shape_of(weights)}"
-            )
-        if plain(weights):
-            errors.require_finite(weights=(weights, 1))
-            if (weights < 0).any():
-                raise ValueError(
-                    f"weights must not be negative; the smallest is {float(weights.detach().min())}"
-                )
-        batches["weights"] = weights.shape[:-1]
-    if M is not None:
-        batches["M"] = _require_metric(M, A)
-    names = list(batches)
-    for i, name in enumerate(names):
-        for other in names[:i]:
-            errors.require_broadcast(name, batches[name], other, batches[other])
+    def _unit(self, found: Posed) -> Any:
+        """The problem that solvers take, on the unit sphere or in the unit ball."""
+        A, _, b, weights, radius = found.parts
+        layout = Layout(weights is not None, radius is not None)
+        if self.operator is None:
+            A, sides = layout.stack(found.parts)
+        elif self.ball or weights is not None:
+            b = b.expand(*self.batch_shape, -1)
+            sides = layout.stack(found.parts._replace(b=b))[1]
+        else:
+            return SphereLeastSquares(A, b.expand(*self.batch_shape, -1))
+        single = self.dtype != torch.float64
+        return ConstrainedLeastSquares(A, sides, self.ball, layout.weighted, layout.resized, single)
 
-
-def _require_metric(M: Any, A: Any) -> torch.Size:
-    """Raise an error unless `M` is `(*, n, n)`; returns its batch shape."""
-    if isinstance(M, Operator) and not isinstance(M, Diagonal):
-        raise TypeError(
-            f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
-        )
-    if not isinstance(M, Diagonal):
-        errors.require_matrix("M", M, "n, n", or_complex=True)
-    errors.require_alike("M", M, "A", A)
-    n = A.shape[-1]
-    if M.shape[-2:] != (n, n):
-        raise ValueError(
-            f"A of shape {errors.shape_of(A)} needs M of shape (*, {n}, {n}); "
-            f"got {errors.shape_of(M)}"
-        )
-    return M.shape[:-2]
-
-
-# From the problem that the user poses to the one that solvers take.
-
-
-def column(radius: float | Tensor) -> float | Tensor:
-    """The radius as a factor of vectors `(*, n)`."""
-    return radius.unsqueeze(-1) if isinstance(radius, Tensor) else radius
+    def certified(self, value: Tensor) -> Certificate:
+        found = posed(self.with_flat([x.detach() for x in self.flat]))
+        w = found.of_vector(value.detach())
+        if self.operator is not None:
+            unit = self._unit(found)
+            return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
+        A, b = scaled(found.parts.A, found.parts.b, found.parts.weights)
+        rows = SphereLeastSquares(A, b)
+        return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
 
 
 class Posed(NamedTuple):
@@ -323,7 +268,7 @@ def working_dtype(A: Any) -> torch.dtype:
     return torch.float64
 
 
-def posed(problem: Any, in_units: Callable[..., tuple[Tensor, Tensor, Tensor | None]]) -> Posed:
+def posed(problem: SphereLeastSquares) -> Posed:
     """Change coordinates and units; differentiable."""
     A, b, M, weights, radius = (
         problem.A,
@@ -352,7 +297,7 @@ def posed(problem: Any, in_units: Callable[..., tuple[Tensor, Tensor, Tensor | N
         if isinstance(radius, Tensor):
             fixed = radius.detach()
             size, radius = 1 + (radius - fixed) / fixed, fixed
-        A, b, exponents = in_units(A, b, radius)
+        A, b, exponents = in_range(A, b, radius, always=True)
     if weights is not None:
         power = power_of_two(weights.detach().amax(-1)).log2()
         weights = times_power(weights, -power.unsqueeze(-1))

@@ -1,32 +1,29 @@
-"""Complex matrices: both layers by the real embedding of `linalg/embedding.py`, or by kernels.
+"""Eigenvectors of complex matrices, by the real embedding of `linalg/embedding.py`, or by kernels.
 
-Compiled kernels find and differentiate the eigenvectors of small matrices (`small`). Everything
-else is embedded.
+Compiled kernels find and differentiate the eigenvectors of small matrices. Everything else is
+embedded.
 
-Least squares need nothing else: a complex problem is a real one of twice the size. An eigenvector
-of a Hermitian matrix is free up to its phase. Its embedding has pairs of eigenvectors, those of `y`
-and of `iy`, whose span does not depend on the phase, and the derivatives of functions of the span
-of equal eigenvalues are exact to every order. The vector `y` with the phase that `reference` fixes
-is such a function; the phase is fixed by differentiable operations, after the solve.
+An eigenvector of a Hermitian matrix is free up to its phase. Its embedding has pairs of
+eigenvectors, those of `y` and of `iy`, whose span does not depend on the phase, and the derivatives
+of functions of the span of equal eigenvalues are exact to every order. The vector `y` with the
+phase that `reference` fixes is such a function; the phase is fixed by differentiable operations,
+after the solve.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pmaf import native
-from pmaf.autograd.attach import attach_found
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
-from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.linalg import sphere
-from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import (
     complex_rows,
     independent_rows,
@@ -36,23 +33,16 @@ from pmaf.linalg.embedding import (
 )
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import merge_tolerance
-from pmaf.operators.base import Operator
-from pmaf.operators.diagonal import Diagonal
-from pmaf.operators.embedded import Embedded, real_of
+from pmaf.operators.embedded import embedded
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.modes import plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Adaptive, Krylov, Solver
-from pmaf.solvers.auto import best_eigenvectors, is_reduced
+from pmaf.solvers.auto import best_eigenvectors
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import Decomposition
-
-
-def embedded(A: Tensor | Operator) -> Tensor | Operator:
-    """A complex matrix or operator as a real one."""
-    return Embedded(A) if isinstance(A, Operator) else real_matrix(A)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,31 +114,40 @@ def _independent(y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return found, values
 
 
-def reduced_eigenvectors(
-    problem: PrincipalEigenvectors, init: Tensor | None
-) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-    """`Problem.reduced` of a Hermitian matrix; a start is `(*, n, k)`, or `(*, n, 1)`."""
-    A = embedded(problem.A if problem.largest else -problem.A)
-    posed = EmbeddedEigenvectors(A, 2 * problem.count, skip=2 * problem.skip)
-    if init is not None:
-        init = paired_rows(init.expand(*init.shape[:-1], problem.count).mT).mT
-    return posed, init, functools.partial(_present, problem)
+@PrincipalEigenvectors.case(lambda x: x.M is None and x.A.dtype.is_complex)
+@dataclass(frozen=True, eq=False)
+class ComplexEigenvectors(PrincipalEigenvectors):
+    """`PrincipalEigenvectors` of a Hermitian matrix, by its embedding."""
 
+    def reduced(
+        self, init: Tensor | None, solver: Solver
+    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
+        self.require_reference()
+        A = embedded(self.A if self.largest else -self.A)
+        posed = EmbeddedEigenvectors(A, 2 * self.count, skip=2 * self.skip)
+        if init is not None:
+            columns = self.columns(init)
+            init = paired_rows(columns.expand(*columns.shape[:-1], self.count).mT).mT
+        return posed, init, self.present
 
-def _present(problem: PrincipalEigenvectors, outcome: Outcome) -> Solution:
-    """The outcome of the embedded problem as the user sees it."""
-    rows, values, residual, gap, iterations, converged = outcome.tensors
-    first = 2 * problem.skip
-    y, values = complex_rows(rows[..., first::2, :]), values[..., first::2]
-    if problem.flipped:
-        y, values = y.flip(-2), values.flip(-1)
-    # New tensors, not views of what the backward pass uses: a user may write into them.
-    vectors, values = y * phases(problem, y), values.clone() if problem.largest else -values
-    if problem.k is None:
-        vectors, values = vectors.squeeze(-2), values.squeeze(-1)
-    else:
-        vectors = vectors.mT
-    return Solution(vectors, values, residual, gap, iterations, converged)
+    def present(self, outcome: Outcome) -> Solution:
+        rows, values, residual, gap, iterations, converged = outcome.tensors
+        first = 2 * self.skip
+        y, values = complex_rows(rows[..., first::2, :]), values[..., first::2]
+        if self.flipped:
+            y, values = y.flip(-2), values.flip(-1)
+        # New tensors, not views of what the backward pass uses: a user may write into them.
+        vectors, values = y * phases(self, y), values.clone() if self.largest else -values
+        if self.k is None:
+            vectors, values = vectors.squeeze(-2), values.squeeze(-1)
+        else:
+            vectors = vectors.mT
+        return Solution(vectors, values, residual, gap, iterations, converged)
+
+    def certified(self, value: Tensor) -> Certificate:
+        A, k, skip = embedded(self.A), 2 * self.count, 2 * self.skip
+        posed = EmbeddedEigenvectors(A, k, self.largest, skip=skip)
+        return posed.certify(paired_rows(self.columns(value).mT).mT)
 
 
 def phases(problem: Any, y: Tensor) -> Tensor:
@@ -224,78 +223,6 @@ def _paired(x: Tensor, dim: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _found(k: int | None, largest: bool) -> Any:
-    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
-    return HermitianEigenvectors.read(options)
-
-
-@functools.lru_cache(maxsize=64)
 def _embedded(k: int, largest: bool) -> Any:
     options = {"k": 2 * k, "largest": largest, "symmetric": True, "skip": 0}
     return EmbeddedEigenvectors.read(options)
-
-
-def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
-    """The forward pass of the default call on a small matrix, as for real ones.
-
-    Returns None where the common path is needed, also where the phase is not determined.
-    """
-    shape = A.shape
-    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
-    if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
-        return None
-    values, vectors, failed = native.largest_pairs(A.detach(), k, largest, columns=True)
-    if failed is not None:
-        return None
-    took("ied: complex reduction")
-    if A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, None, (vectors, values), (), _found(k, largest))
-    return Eigenpairs(values, vectors)
-
-
-def certify(problem: PrincipalEigenvectors, value: Tensor) -> Certificate:
-    """The certificate of the embedded problem."""
-    columns = value.unsqueeze(-1) if problem.k is None else value
-    posed = EmbeddedEigenvectors(
-        embedded(problem.A), 2 * problem.count, problem.largest, skip=2 * problem.skip
-    )
-    return posed.certify(paired_rows(columns.mT).mT)
-
-
-def reduced_pair(A: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`C = L⁻¹AL⁻ᴴ` and `L` for `M = LLᴴ`, of the Hermitian parts, and where there is no `L`."""
-    L, info = cholesky(0.5 * (M + M.mH))
-    left = torch.linalg.solve_triangular(L, 0.5 * (A + A.mH), upper=False)
-    return torch.linalg.solve_triangular(L, left.mH, upper=False), L, info != 0
-
-
-def turned(problem: PrincipalEigenvectors, y: Tensor) -> Tensor:
-    """Vectors `(*, n, k)` of any lengths with the phases that the problem asks for."""
-    rows = y.mT
-    return (rows * phases(problem, rows / norm(rows).unsqueeze(-1))).mT
-
-
-def real_problem(problem: Any) -> Any:
-    """Complex least squares as real ones."""
-    M, weights = problem.M, problem.weights
-    if isinstance(M, Tensor):
-        M = real_matrix(M.to(problem.dtype))
-    elif M is not None:
-        M = Diagonal(M.d.real.repeat_interleave(2, -1))
-    if weights is not None:
-        weights = weights.repeat_interleave(2, -1)
-    return problem.changed(A=embedded(problem.A), b=real_of(problem.b), M=M, weights=weights)
-
-
-def reduced_least_squares(
-    problem: Any, init: Tensor | None, solver: Solver
-) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-    """`Problem.reduced` of complex least squares."""
-    start = None if init is None else real_rows(init)
-    posed, start, finish = real_problem(problem).reduced(start, solver)
-
-    def present(outcome: Outcome) -> Solution:
-        found = finish(outcome)
-        return replace(found, value=complex_rows(found.value))
-
-    return posed, start, present

@@ -2,492 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
 from pmaf.autograd.attach import attach_found
-from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit
-from pmaf.gradients.base import Reverse
-from pmaf.gradients.by_products import Incoming, eigenvector_gradients
-from pmaf.gradients.eigenvectors import (
-    EigenConditions,
-    general_newton,
-    symmetric_newton,
-)
-from pmaf.linalg import sphere
-from pmaf.linalg.decompositions import eigenvalues
-from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import blame_range, require_range
-from pmaf.operators.base import Operator, as_operator, known_by_products
-from pmaf.problem import Problem, in_dtype
-from pmaf.runtime import ranks
+from pmaf.layers.dense_pairs import small_pair
+from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors, unposed
+from pmaf.layers.hermitian import HermitianEigenvectors
+from pmaf.operators.base import Operator
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, full_precision, plain
-from pmaf.runtime.ranks import whole
-from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Auto, Reduction, Solver
-from pmaf.solvers.auto import DENSE, best_eigenvectors, is_reduced
-from pmaf.solvers.base import Eigenvectors, Outcome
-from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Nothing
-
-
-class Eigenpairs(NamedTuple):
-    """Eigenvalues and eigenvectors: `(*,)` and `(*, n)`, or `(*, k)` and `(*, n, k)`.
-
-    >>> import torch, pmaf
-    >>> pmaf.ied(torch.diag(torch.tensor([3.0, 1.0]))).values
-    tensor(3.)
-    """
-
-    values: Tensor
-    vectors: Tensor
-
-    def projector(self) -> Tensor:
-        """`VVᵀ`, `(*, n, n)`, the projector onto the span of the vectors; the density matrix of a
-        pair.
-
-        It depends on the span alone. Its gradient is exact wherever the span is apart from the
-        other eigenvectors, also where eigenvalues inside the group repeat, or nearly repeat, and
-        the vectors themselves have no derivative, or a large one.
-
-        >>> import torch, pmaf
-        >>> pmaf.ied(torch.diag(torch.tensor([3.0, 3.0, 1.0])), k=2).projector()
-        tensor([[1., 0., 0.],
-                [0., 1., 0.],
-                [0., 0., 0.]])
-        """
-        V = self.vectors if self._several else self.vectors.unsqueeze(-1)
-        with full_precision(V.device) if V.device.type != "meta" else nullcontext():
-            return V @ V.mT
-
-    @property
-    def _several(self) -> bool:
-        """Whether the vectors are columns `(*, n, k)`, and not one vector `(*, n)` an entry."""
-        values, vectors = self.values.shape, self.vectors.shape
-        if values != vectors[:-1]:
-            return True
-        # A batch of n single vectors has the shape of n columns. Layers return columns whose
-        # entries are next to each other in memory.
-        columns = len(vectors) > 1 and vectors[-2] == vectors[-1] == values[-1]
-        return columns and self.vectors.stride(-2) == 1
-
-
-@dataclass(frozen=True, eq=False)
-class PrincipalEigenvectors(Problem):
-    """The problem `max tr(uᵀAu)` subject to `uᵀu = I`, one per batch entry.
-
-    Args:
-        A: `(*, n, n)`, a tensor or an operator. With `symmetric=True` its symmetric part is
-            used.
-        k: how many eigenvectors; None for one, without a dimension for it.
-        largest: the largest eigenvalues, or the smallest.
-        symmetric: False for the dominant real eigenvalue of a general matrix, the largest
-            in modulus; only for one vector.
-        descending: order of the eigenvalues if there are several.
-        reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
-            all ones unless given. Pass the previous solution to keep signs through training. Or
-            an integer, for that component to be positive, or `"largest"`, for the component of
-            largest modulus to be.
-        skip: how many eigenvectors of the requested end to leave out, such as the constant
-            vector of a Laplacian.
-        M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`: a
-            tensor or an operator; None for the identity.
-
-    >>> import torch, pmaf
-    >>> A = torch.diag(torch.tensor([3.0, 2.5, 1.0]))
-    >>> pmaf.solve(pmaf.PrincipalEigenvectors(A, k=2)).multiplier
-    tensor([3.0000, 2.5000])
-    """
-
-    A: Tensor | Operator
-    k: int | None = None
-    largest: bool = True
-    symmetric: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    descending: bool = True
-    reference: Tensor | int | str | None = None
-    skip: int = 0
-    M: Any = None
-
-    inputs: ClassVar[dict[str, int]] = {"A": 2}
-    form: ClassVar[type] = Eigenvectors
-    degree: ClassVar[int | None] = 1
-    copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
-
-    def __post_init__(self) -> None:
-        A, k = self.A, self.k
-        if known_by_products(A):
-            A = as_operator(A)
-            object.__setattr__(self, "A", A)
-        else:
-            errors.require_matrix("A", A, "n, n", or_complex=True)
-        if A.shape[-1] != A.shape[-2]:
-            raise ValueError(
-                f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}"
-                " (for the principal directions of a data matrix X, pass pmaf.operators.Gram(X))"
-            )
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-            raise TypeError(f"k must be None or an integer; got {k!r}")
-        if k is not None and not 1 <= k <= A.shape[-1]:
-            raise ValueError(f"k must lie between 1 and n = {A.shape[-1]}; got {k}")
-        self._require_skip()
-        if not self.symmetric and (k is not None and k > 1):
-            raise ValueError(
-                f"symmetric=False finds the dominant eigenvector only; got k={k}, use k=1 or None"
-            )
-        if not self.symmetric and A.dtype.is_complex:
-            raise ValueError(
-                f"symmetric=False finds real eigenvalues of real matrices; got A of {A.dtype}, of "
-                "which symmetric=True takes the Hermitian part"
-            )
-        if not self.symmetric and not self.largest:
-            raise ValueError(
-                "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
-                "ordered by modulus, and the smallest is the dominant one of the inverse"
-            )
-        if self.M is not None:
-            self._require_metric()
-        if isinstance(self.reference, (int, str)):
-            errors.require_sign_rule("reference", self.reference, A.shape[-1])
-        elif self.reference is not None:
-            self._require_reference(self.reference)
-            # The reference decides signs, which have no derivative, so its graph is not needed.
-            object.__setattr__(self, "reference", self.reference.detach())
-
-    def _require_skip(self) -> None:
-        skip, n = self.skip, self.A.shape[-1]
-        if isinstance(skip, bool) or not isinstance(skip, int):
-            raise TypeError(f"skip must be an integer; got {skip!r}")
-        if not 0 <= skip <= n - self.count:
-            raise ValueError(
-                f"skip must lie between 0 and n - k = {n - self.count}, to leave k = {self.count} "
-                f"of n = {n} eigenvectors; got {skip}"
-            )
-        if skip and not self.symmetric:
-            raise ValueError(
-                "skip needs symmetric=True: only the dominant eigenvector of a general matrix "
-                f"is found; got skip={skip}"
-            )
-
-    def _require_metric(self) -> None:
-        A, M = self.A, self.M
-        if known_by_products(M):
-            M = as_operator(M)
-            object.__setattr__(self, "M", M)
-        else:
-            errors.require_matrix("M", M, "n, n", or_complex=True)
-        if M.shape[-2:] != A.shape[-2:]:
-            raise ValueError(
-                f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"
-            )
-        if not self.symmetric:
-            raise ValueError(
-                "M needs symmetric=True: of a general matrix A pass the product with the inverse "
-                "of M, torch.linalg.solve(M, A), instead of a pair"
-            )
-        errors.require_alike("M", M, "A", A)
-        errors.require_broadcast("A", A.shape[:-2], "M", M.shape[:-2])
-
-    @property
-    def count(self) -> int:
-        """Number of requested eigenvectors."""
-        return 1 if self.k is None else self.k
-
-    @property
-    def width(self) -> int:
-        """Number of eigenvectors to find, including those that are skipped."""
-        return self.count + self.skip
-
-    @property
-    def single(self) -> bool:
-        """Whether one eigenvector is to be found, without a dimension for it."""
-        return self.k is None and not self.skip
-
-    @property
-    def vectors(self) -> tuple[int, ...]:
-        return () if self.single else (self.width,)
-
-    @property
-    def start_dims(self) -> int:
-        return 2
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        several = () if self.k is None else (self.k,)
-        return (*self.batch_shape, self.n, *several), (*self.batch_shape, *several)
-
-    def operand(self) -> Tensor:
-        """The matrix whose eigenvectors are asked for."""
-        return symmetric_part(self.matrix) if self.symmetric else self.matrix
-
-    def spectrum(self) -> Tensor:
-        """All eigenvalues of the symmetric part, descending, `(*, n)`."""
-        return eigenvalues(self.operand().detach()).flip(-1)
-
-    def modulus_gap(self, moduli: Tensor | None = None) -> Tensor:
-        """Distance in modulus between the dominant eigenvalue and the next, `(*,)`."""
-        known = torch.linalg.eigvals(self.matrix.detach()).abs() if moduli is None else moduli
-        if self.n == 1:
-            return torch.full_like(known[..., 0], torch.inf)
-        first, second = known.topk(2, -1).values.unbind(-1)
-        return first - second
-
-    def residual(self, values: Tensor, rows: Tensor) -> Tensor:
-        """`max ‖Ay − λy‖/‖A‖` over the vectors, `(*,)`."""
-        M, rows = self.operand().detach(), rows.detach()
-        size = torch.linalg.matrix_norm(M)
-        rest = norm(rows @ M.mT - values.detach().unsqueeze(-1) * rows).amax(-1)
-        return rest / torch.where(size == 0, torch.ones_like(size), size)
-
-    def best_solver(self) -> Solver:
-        return best_eigenvectors(self)
-
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        options: dict[str, Any] = {"init": init, "report": report, "throw": throw}
-        if self.M is None or "M" in self.inputs:
-            return super().run(solver, gradient, **options)
-        # Pairs are in a file of their own, which builds on this class.
-        from pmaf.layers.pairs import run_pairs
-
-        return run_pairs(self, solver, gradient, **options)
-
-    def certify(self, value: Tensor) -> Certificate:
-        """A certificate from all eigenvalues in float64, or by products if `A` is an operator.
-
-        `optimality` is by how much the eigenvalues found exceed the true ones (fall short
-        of them, for the smallest), relative to the matrix: zero at best.
-        """
-        shape, _ = self.shapes
-        if value.shape != shape:
-            raise ValueError(
-                f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
-            )
-        if self.M is not None:
-            from pmaf.layers.pairs import certify_pairs
-
-            return certify_pairs(self, value)
-        if self.dtype.is_complex:
-            from pmaf.layers.hermitian import certify
-
-            return certify(self, value)
-        by_products = isinstance(self.A, Operator)
-        return (certify_eigenvectors_by_products if by_products else certify_eigenvectors)(
-            self, value
-        )
-
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
-        (A,), k = given.tensors, self.width
-        small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
-        free = isinstance(given.state.kept, Nothing)
-        if not (free and small and self.symmetric and native.takes(A)):
-            return None
-        took("tangent: compiled")
-        y, v, d_multiplier = given.y.contiguous(), given.v, given.d_multiplier
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest, columns=False)
-        return None if dA is None else (dA,)
-
-    def differentiate(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Sequence[Tensor],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        """Gradients by the kernels that have found `y`, as columns; None where they fail."""
-        took("tangent: compiled")
-        (A,), k, largest = tensors, self.width, self.largest
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, largest, columns=True)
-        return None if dA is None else (dA,)
-
-    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
-        given = given.as_rows() if self.single else given
-        (A,), y, state, rule, v, d_multiplier, _ = given
-        if not self.largest:  # the largest of −A
-            A, state = -A, state._replace(shift=-state.shift)
-            d_multiplier = None if d_multiplier is None else -d_multiplier
-        conditions = EigenConditions(A, y, state.shift, d_multiplier, self.symmetric, state)
-        dA = conditions.gradients(rule, v)
-        return (dA if self.largest else -dA,)
-
-    def forward_solver(self, solver: Solver) -> Solver:
-        # Newton's steps need all eigenvectors.
-        return DENSE if isinstance(solver, Reduction) else solver
-
-    def newton(
-        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
-    ) -> Callable[[Tensor], Tensor]:
-        if self.single:
-            rows, values = found.value.unsqueeze(-2), found.multiplier.unsqueeze(-1)
-            found = found._replace(value=rows, multiplier=values)
-        newton = symmetric_newton if self.symmetric else general_newton
-        step = newton(self.matrix, fixed.matrix, found)
-        return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
-
-    def multiplier_at(self, u: Tensor) -> Tensor:
-        rows = u.unsqueeze(-2) if self.single else u
-        image = rows @ (symmetric_part(self.matrix) if self.symmetric else self.matrix.mT)
-        values = (image * rows).sum(-1)
-        return values.squeeze(-1) if self.single else values
-
-    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
-        return eigenvector_gradients(self, given)
-
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        if init is not None and self.dims_of(init) == 1:
-            init = init.unsqueeze(-1)
-        if isinstance(self.A, Operator) and isinstance(self.reference, Tensor):
-            # Every rank checks the whole reference, so that all ranks raise the error or none.
-            errors.require_finite(reference=(ranks.whole(self.reference), 1))
-        if self.dtype.is_complex:
-            from pmaf.layers.hermitian import reduced_eigenvectors
-
-            return reduced_eigenvectors(self, init)
-        problem, init, _ = super().reduced(init, solver)
-        if not (self.largest and self.descending and self.reference is None):
-            # The smallest eigenvalues are the largest of −A, in the opposite order.
-            A = problem.A if self.largest else -problem.A
-            problem = self.changed(A=A, largest=True, descending=True, reference=None)
-        return problem, init, lambda outcome: in_dtype(self.dtype, self.present(outcome))
-
-    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        A = self.matrix
-        # torch's own derivative of a recorded decomposition may over- or underflow.
-        recorded = torch.is_grad_enabled() and A.requires_grad
-        if recorded or not solver.takes_any_scale(self):
-            require_range(A)
-        try:
-            outcome = solver.solve(self, init=init, report=report)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            blame_range(A)
-            raise
-        # LAPACK returns nan for a matrix with infinite entries or overflowing sums.
-        total = outcome.multiplier.sum()
-        if not math.isfinite(float(total.detach() if total.requires_grad else total)):
-            blame_range(A)
-        return outcome
-
-    def finished(self, outcome: Outcome) -> Outcome:
-        if not self.single:
-            return outcome
-        # The sign is chosen and the dimension dropped here, where autograd does not record: that
-        # saves two nodes of the graph.
-        y = outcome.value.squeeze(-2)
-        value = y * sphere.signs(self.directions(y)).unsqueeze(-1)
-        return outcome._replace(value=value, multiplier=outcome.multiplier.squeeze(-1).clone())
-
-    def present(self, outcome: Outcome) -> Solution:
-        """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
-        vectors, values, residual, gap, iterations, converged = outcome.tensors
-        # New tensors, not views: a user may write into what a layer returns.
-        if self.skip:
-            vectors, values = vectors[..., self.skip :, :], values[..., self.skip :]
-        if self.k is not None:
-            signs = self.signs(vectors, self.flipped)
-            if self.flipped:
-                values, vectors, signs = values.flip(-1), vectors.flip(-2), signs.flip(-1)
-            vectors = vectors.mT * signs.unsqueeze(-2)
-            values = values.clone()
-        elif self.skip:
-            signs = self.signs(vectors, False)
-            vectors, values = (vectors * signs.unsqueeze(-1)).squeeze(-2), values.squeeze(-1)
-        elif self.reference is not None:
-            vectors = vectors * self.signs(vectors.unsqueeze(-2), False)
-        values = values if self.largest else -values
-        return Solution(vectors, values, residual, gap, iterations, converged)
-
-    @property
-    def flipped(self) -> bool:
-        """Whether the requested order is the reverse of that of the solvers."""
-        return self.descending != self.largest and self.count > 1
-
-    def signs(self, rows: Tensor, flipped: bool) -> Tensor:
-        """The sign for each row, `(*, k)`, of vectors in the requested order or its reverse."""
-        reference = self.reference
-        if isinstance(reference, Tensor):
-            reference = whole(reference.detach()).to(rows)
-            if self._is_block(reference):
-                reference = reference.mT
-                reference = reference.flip(-2) if flipped else reference
-            else:
-                reference = reference.unsqueeze(-2)
-        return sphere.signs(self.directions(rows), reference)
-
-    def directions(self, rows: Tensor) -> Tensor:
-        """Unit vectors in the directions of rows that a solver has found."""
-        return rows
-
-    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        if not isinstance(self.reference, Tensor):
-            return {}
-        return {"reference": (self.reference, self.dims_of(self.reference))}
-
-    def dims_of(self, vectors: Tensor | None) -> int:
-        return 2 if vectors is not None and self._is_block(vectors) else 1
-
-    def require_start(self, init: Tensor) -> None:
-        self._require_reference(init, "init")
-
-    def _is_block(self, reference: Tensor) -> bool:
-        """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
-
-        Where both shapes fit, it counts as `(*, n)`, with one vector for each batch entry.
-        """
-        if self.k is None:
-            return False
-        batch, shape = self.batch_shape, reference.shape
-        fits = all(x in (1, y) for x, y in zip(shape[:-1], batch))
-        if reference.dim() == len(batch) + 1 and shape[-1] == self.n and fits:
-            return False
-        return reference.dim() > 1 and shape[-2:] == (self.n, self.k)
-
-    def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
-        errors.require_vector(name, reference, "n", or_complex=True)
-        errors.require_alike(name, reference, "A", self.A)
-        block = self._is_block(reference)
-        if reference.shape[-2:] != (self.n, self.k) if block else reference.shape[-1] != self.n:
-            wanted = f"(*, {self.n})" + ("" if self.k is None else f" or (*, {self.n}, {self.k})")
-            raise ValueError(f"{name} must have shape {wanted}; got {errors.shape_of(reference)}")
-        lead = reference.shape[:-2] if block else reference.shape[:-1]
-        errors.require_fits(name, lead, self.batch_shape)
-        if plain(reference):
-            errors.require_finite(**{name: (reference, 2 if block else 1)})
-
+from pmaf.runtime.modes import forward_mode, plain
+from pmaf.solvers import Auto, Solver
+from pmaf.solvers.auto import is_reduced
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
 _AUTO, _IMPLICIT = Auto(), Implicit()
-
-
-# The kernels factor the matrix once for each vector.
-_COMPILED_VECTORS = 32
-
-
-@functools.lru_cache(maxsize=64)
-def _bare(k: int | None, largest: bool) -> Any:
-    """The problem of a default call, without its matrix."""
-    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
-    return PrincipalEigenvectors.read(options)
 
 
 def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
@@ -495,30 +27,21 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
 
     It calls the kernels that `Reduction` calls; the backward pass is the common one. Returns None
     where the common forward pass is needed: for other tensors, and for entries that the kernels do
-    not solve, or that are not finite.
+    not solve, that are not finite, or whose phase is not determined.
     """
-    shape = A.shape
+    shape, hermitian = A.shape, A.is_complex()
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
-    if A.is_complex():
-        from pmaf.layers.hermitian import small
-
-        return small(A, k, largest)
     if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
-    values, vectors, failed = native.largest_pairs(A, k, largest, columns=True)
+    given = A.detach() if hermitian else A
+    values, vectors, failed = native.largest_pairs(given, k, largest, columns=True)
     if failed is not None:
         return None
-    took("ied: reduction")
+    took("ied: complex reduction" if hermitian else "ied: reduction")
     if A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, None, (vectors, values), (), _bare(k, largest))
+        problem = unposed(HermitianEigenvectors if hermitian else PrincipalEigenvectors, k, largest)
+        vectors, values = attach_found(A, None, (vectors, values), (), problem)
     return Eigenpairs(values, vectors)
-
-
-def _small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
-    """The same for a pair."""
-    from pmaf.layers.pairs import small_pair
-
-    return small_pair(A, M, k, largest)
 
 
 def ied(
@@ -585,7 +108,7 @@ def ied(
         and generator is None
         and isinstance(A, Tensor)
     ):
-        found = _small(A, k, largest) if M is None else _small_pair(A, M, k, largest)
+        found = _small(A, k, largest) if M is None else small_pair(A, M, k, largest)
         if found is not None:
             return found
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)

@@ -18,7 +18,7 @@ from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.complex_singular import EmbeddedSingularVectors
-from pmaf.layers.nullspace import PrincipalSingularVectors
+from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
 from pmaf.linalg.roundings import rank_tolerance
@@ -83,7 +83,7 @@ class _PrincipalTriplets(PrincipalSingularVectors):
     def finished(self, outcome: Outcome) -> Outcome:
         return outcome
 
-    def _present(self, outcome: Outcome) -> Solution:
+    def present(self, outcome: Outcome) -> Solution:
         return as_solution(outcome)
 
 

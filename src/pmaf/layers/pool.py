@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.layers.ied import PrincipalEigenvectors, ied
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.ied import ied
 from pmaf.linalg import sphere
 from pmaf.linalg.products import broadcast, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import noise_tolerance, power_of_two, rank_tolerance, square_range

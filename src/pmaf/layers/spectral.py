@@ -22,8 +22,8 @@ from pmaf.autograd.spectral import (
 )
 from pmaf.certificate import certify_function
 from pmaf.gradients import Gradient, Implicit
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.hermitian import EmbeddedEigenvectors
-from pmaf.layers.ied import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable

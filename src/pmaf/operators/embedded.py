@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pmaf.linalg.embedding import complex_rows, real_rows
+from pmaf.linalg.embedding import complex_rows, real_matrix, real_rows
 from pmaf.operators.base import Operator
 from pmaf.runtime.ranks import mesh_of, replicate, whole
 
@@ -59,6 +59,11 @@ class Embedded(Operator):
 
     def __repr__(self) -> str:
         return repr(self.part)
+
+
+def embedded(A: Tensor | Operator) -> Tensor | Operator:
+    """A complex matrix or operator as a real one."""
+    return Embedded(A) if isinstance(A, Operator) else real_matrix(A)
 
 
 # The views in `complex_rows` and `real_rows` are not defined for DTensors.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_alike, require_broadcast, require_vector, shape_of
+from pmaf.errors import require_broadcast, require_row_weights
 from pmaf.linalg.products import broadcast
 from pmaf.linalg.singular import weighted
 from pmaf.operators.base import Operator, as_operator, number
@@ -39,13 +39,7 @@ class Gram(Operator):
         self.X, self.scale, self.weights = as_operator(X), number("scale", scale), weights
         if weights is None:
             return
-        require_vector("weights", weights, "m")
-        require_alike("weights", weights, "X", self.X, real=True)
-        if weights.shape[-1] != self.X.shape[-2]:
-            raise ValueError(
-                f"X of shape {shape_of(self.X)} needs weights of shape (*, {self.X.shape[-2]}); "
-                f"got {shape_of(weights)}"
-            )
+        require_row_weights(weights, "X", self.X)
         require_broadcast("X", self.X.batch_shape, "weights", weights.shape[:-1])
 
     @property

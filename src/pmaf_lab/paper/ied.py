@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pmaf.errors import require_extra
 from pmaf.gradients import DDN, IFT, Gradient, Unroll
-from pmaf.layers.ied import Eigenpairs, ied
+from pmaf.layers.eigenvectors import Eigenpairs
+from pmaf.layers.ied import ied
 from pmaf.solvers import Dense, PowerIteration, SimultaneousIteration, Solver
 
 # A hundred iterations without a stopping test, no shift, and all n columns for SI.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_extra
-from pmaf.layers.less import SphereLeastSquares
+from pmaf.layers.least_squares import SphereLeastSquares
 from pmaf.linalg.products import norm
 from pmaf.metrics import mean_relative_error
 from pmaf.solvers import Backtracking, ProjectedGradient, TangentDecay

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pmaf
-from pmaf.layers.ied import Eigenpairs
+from pmaf.layers.eigenvectors import Eigenpairs
 from pmaf.metrics import eigen_distance, fixed_point_distance
 from pmaf.solvers import Auto, Solver
 from pmaf_lab.experiments.plots import Theme, legend_below, sizes_axis
