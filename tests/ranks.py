@@ -200,7 +200,58 @@ def triplets_wide(mesh: DeviceMesh | None) -> list[Tensor]:
     return gradients(list(pmaf.isvd(A)), [A])
 
 
+def _definite(n: int, X: Tensor) -> Tensor:
+    return X.mT.conj() @ X / len(X) + torch.eye(n, dtype=X.dtype)
+
+
+def pair(mesh: DeviceMesh | None, **options: Any) -> list[Tensor]:
+    """Two matrices, both cut into rows."""
+    A = by_rows(randn(13, 13), mesh)
+    M = by_rows(_definite(13, randn(40, 13, seed=1)), mesh)
+    return gradients(list(pmaf.ied(Matrix(A), M=Matrix(M), **options)), [A, M])
+
+
+def pair_three(mesh: DeviceMesh | None) -> list[Tensor]:
+    return pair(mesh, k=3, skip=1)
+
+
+def pair_smallest(mesh: DeviceMesh | None) -> list[Tensor]:
+    return pair(mesh, k=2, largest=False)
+
+
+def pair_of_data(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Two Gram matrices of data whose rows are spread; no diagonal is known."""
+    X, Y = by_rows(randn(53, 12), mesh), by_rows(randn(61, 12, seed=2), mesh)
+    return gradients(list(pmaf.ied(Gram(X), 2, M=Gram(Y))), [X, Y])
+
+
+def pair_with_a_diagonal(mesh: DeviceMesh | None) -> list[Tensor]:
+    X, d = by_rows(randn(53, 12), mesh), by_rows(randn(12, seed=3).exp(), mesh)
+    return gradients(list(pmaf.ied(Gram(X), 2, M=Diagonal(d))), [X, d])
+
+
+def pair_with_a_plain_matrix(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Every rank has `M`, as a plain tensor; or `A`, and `M` is spread."""
+    X, M = by_rows(randn(53, 12), mesh), _definite(12, randn(40, 12, seed=1)).requires_grad_()
+    found = gradients(list(pmaf.ied(Gram(X), M=M)), [X, M])
+    A, Y = randn(12, 12, seed=4).requires_grad_(), by_rows(randn(61, 12, seed=2), mesh)
+    return found + gradients(list(pmaf.ied(A, M=Gram(Y))), [A, Y])
+
+
+def pair_complex(mesh: DeviceMesh | None) -> list[Tensor]:
+    X = by_rows(complex_randn(53, 6), mesh)
+    M = by_rows(_definite(6, complex_randn(40, 6) + 1), mesh)
+    return gradients(list(pmaf.ied(Gram(X), 2, M=Matrix(M))), [X, M])
+
+
 ROWS = (
+    pair,
+    pair_three,
+    pair_smallest,
+    pair_of_data,
+    pair_with_a_diagonal,
+    pair_with_a_plain_matrix,
+    pair_complex,
     null_space,
     triplets,
     triplets_wide,

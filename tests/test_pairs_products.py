@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ import torch
 
 import pmaf
 from pmaf.layers import pairs
+from pmaf.linalg.roundings import LOOSE, ROUNDED, SEARCHED
 from pmaf.operators import Diagonal, FromMatvec, Gram, Matrix, Operator, Sparse, WithSolve
 from pmaf.solvers import Dense, Krylov
+from pmaf.tangent import metric as metrics
 
 T = torch.float64
+EPS = torch.finfo(T).eps
 
 
 @pytest.fixture
@@ -76,6 +80,32 @@ SMALL = triangles(15, 20)
 def reference(n, dtype=T):
     """Nearly orthogonal to no eigenvector, so that signs do not depend on rounding."""
     return torch.cos(torch.arange(n, dtype=dtype).square())
+
+
+class Worth(NamedTuple):
+    """Bounds for the errors of a search, from the condition of `M` and the gap of the pair."""
+
+    residual: float  # relative to the largest eigenvalue, in the inner product of M
+    values: float
+    vectors: float  # Euclidean length
+    gradients: float  # relative to the largest entry
+
+
+def worth(A, M, k, largest=True, skip=0, eps=EPS):
+    """A search ends at `SEARCHED` roundings of products, which `M` and its solve multiply.
+
+    An eigenvector has the residual over the gap as its error, and the linear system of a gradient
+    multiplies by that again, for each of k vectors.
+    """
+    A, M = (x.toarray() if scipy.sparse.issparse(x) else np.asarray(x) for x in (A, M))
+    spectrum, masses = scipy.linalg.eigvalsh(A, M), scipy.linalg.eigvalsh(M)
+    size = np.abs(spectrum).max()
+    gaps = np.abs(np.diff(spectrum[::-1] if largest else spectrum))
+    ratio = size / gaps[max(skip - 1, 0) : skip + k].min()
+    residual = SEARCHED * eps * masses[-1] / masses[0]
+    return Worth(
+        residual, residual * size, residual * ratio / masses[0] ** 0.5, k * residual * ratio**2
+    )
 
 
 def ways(caplog):
@@ -147,24 +177,27 @@ def test_values_vectors_and_certificates(metric, dtype, largest, k, skip, produc
 
 
 def test_certificates_see_what_is_wrong(products_only):
-    A, M = (tensor(x) for x in triangles(7, 8))
+    pair = triangles(7, 8)
+    A, M = (tensor(x) for x in pair)
     first = pmaf.PrincipalEigenvectors(A, 2, M=M)
     later = pmaf.PrincipalEigenvectors(A, 2, M=M, skip=1)
     found = pmaf.solve(later).value
     good = pmaf.certify(later, found)
-    assert good.holds(1e-13)
+    assert good.holds(2 * worth(*pair, 2, skip=1).residual)
     assert pmaf.certify(first, found).optimality < -1e-3
     assert pmaf.certify(first.changed(largest=False), found).optimality < -1e-3
     assert pmaf.certify(later, 1.01 * found).feasibility > 0.01  # yᵀMy is not one
     moved = pmaf.certify(later, found + 1e-3 * found.roll(1, 0))
     # The length of the residual in the inner product of M, relative to the largest eigenvalue.
     y = (found + 1e-3 * found.roll(1, 0)).numpy()
-    K, mass = (x.toarray() for x in triangles(7, 8))
+    K, mass = (x.toarray() for x in pair)
     values = (y * (K @ y)).sum(0) / (y * (mass @ y)).sum(0)
     rest = K @ y - values * (mass @ y)
     size = scipy.linalg.eigvalsh(K, mass).max()
     truth = np.sqrt((rest * np.linalg.solve(mass, rest)).sum(0)).max() / size
-    assert float(moved.stationarity) == pytest.approx(truth, rel=1e-2)
+    # A solve with M leaves this share of a residual, whose square M⁻¹ multiplies.
+    error = 0.5 * metrics._DIRECTION * np.linalg.cond(mass)
+    assert float(moved.stationarity) == pytest.approx(truth, rel=error)
 
 
 def given_pair(form, A, M):
@@ -209,14 +242,10 @@ def test_gradients_are_those_of_dense_pairs(form, largest, k, skip, products_onl
         both = torch.autograd.grad(weighed(*found), (a, m))
         return [on_pattern(x, like) for x, like in zip(both, (A, M))]
 
-    spectrum = scipy.linalg.eigvalsh(A.numpy(), M.numpy())
-    gaps = np.abs(np.diff(spectrum[::-1] if largest else spectrum))
-    gap = gaps[max(skip - 1, 0) : skip + (k or 1)].min()
-    # Vectors have errors of eps·‖C‖/gap, and the linear system multiplies by that again.
-    worth = 1e3 * torch.finfo(T).eps * (spectrum.max() / gap) ** 2
-    assert worth < 1e-5
+    error = worth(A, M, k or 1, largest, skip).gradients
+    assert error < 1e-6
     for x, y in zip(gradients(form), gradients("dense"), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=worth * float(y.abs().max()))
+        torch.testing.assert_close(x, y, rtol=0, atol=error * float(y.abs().max()))
 
 
 @pytest.mark.parametrize("largest", [True, False])
@@ -241,17 +270,29 @@ def test_gradients_of_parameters_are_differences(largest, products_only):
         return (found.vectors * randn(n, 2)).sum() + found.values.square().sum()
 
     found = torch.autograd.grad(loss(springs, masses), (springs, masses))
-    step = 1e-5
+
+    def difference(which, i, step):
+        ends = []
+        for sign in (1, -1):
+            moved = [springs.detach().clone(), masses.detach().clone()]
+            moved[which][i] += sign * step
+            ends.append(float(loss(*moved)))
+        return (ends[0] - ends[1]) / (2 * step)
+
+    eye = torch.eye(n, dtype=T)
+    full = [torch.stack([f(row, x.detach()) for row in eye]) for f, x in
+            ((stiffness, springs), (inertia, masses))]  # fmt: skip
+    error, top = worth(*full, 2, largest), scipy.linalg.eigvalsh(*full).max()
+    # Of the vectors times their weights, and of the squares of two values.
+    noise = error.vectors * float(randn(n, 2).norm()) + 4 * top * error.values
+    step = 1e-4
     for which, gradient in enumerate(found):
         for i in (0, 13):
-            ends = []
-            for sign in (1, -1):
-                moved = [springs.detach().clone(), masses.detach().clone()]
-                moved[which][i] += sign * step
-                ends.append(float(loss(*moved)))
-            difference = (ends[0] - ends[1]) / (2 * step)
-            # Truncation is of the order of step², rounding of eps/step, times the curvature.
-            assert float(gradient[i]) == pytest.approx(difference, rel=1e-5, abs=1e-5)
+            near, far = (difference(which, i, h) for h in (step, 2 * step))
+            # Truncation is of second order: the error of the nearer one is a third of this.
+            bound = abs(far - near) + 2 * noise / step
+            assert abs(float(gradient[i]) - near) <= bound
+            assert bound <= 1e-4 * float(gradient.abs().max())
 
 
 def test_sums_and_gram_matrices(products_only):
@@ -265,11 +306,14 @@ def test_sums_and_gram_matrices(products_only):
             (X.mT @ X, torch.diag(d) + 0.5 * B.mT @ B),
         ]
     )
-    torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        error = worth(X.mT @ X, torch.diag(d) + 0.5 * B.mT @ B, 2)
+    torch.testing.assert_close(found.values, truth.values, rtol=0, atol=error.values)
+    torch.testing.assert_close(found.vectors, truth.vectors, rtol=0, atol=error.vectors)
     for x, y in zip(
         *(torch.autograd.grad(weighed(*pair), (X, d, B)) for pair in (found, truth)), strict=True
     ):
-        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(x, y, rtol=0, atol=error.gradients * float(y.abs().max()))
 
 
 def test_multiples_of_a_diagonal_matrix_are_solved_as_they_are(caplog):
@@ -278,7 +322,9 @@ def test_multiples_of_a_diagonal_matrix_are_solved_as_they_are(caplog):
     A = A + A.mT
     found = pmaf.ied(Matrix(A), 3, M=2.0 * Diagonal(d))
     assert ways(caplog) == {"pairs: products, own solve"}
-    torch.testing.assert_close(found.values, pmaf.ied(A, 3, M=torch.diag(2.0 * d)).values)
+    truth = pmaf.ied(A, 3, M=torch.diag(2.0 * d)).values
+    error = worth(A, torch.diag(2.0 * d), 3).values
+    torch.testing.assert_close(found.values, truth, rtol=0, atol=error)
 
 
 def test_batches(products_only):
@@ -294,14 +340,19 @@ def test_batches(products_only):
         found = pmaf.ied(Matrix(leaf), 2, M=M_given, reference=reference(20))
         again = full[0].clone().requires_grad_()
         truth = pmaf.ied(again, 2, M=full[1], reference=reference(20))
-        # The condition of M is about 1e4.
-        torch.testing.assert_close(found, truth, rtol=0, atol=1e-8)
+        pairs_of_batch = zip(*(x.expand(3, 20, 20) for x in full))
+        errors = [worth(*pair, 2) for pair in pairs_of_batch]
+        for i, error in enumerate(errors):
+            torch.testing.assert_close(found[0][i], truth[0][i], rtol=0, atol=error.values)
+            torch.testing.assert_close(found[1][i], truth[1][i], rtol=0, atol=error.vectors)
         for x, y in zip(
             torch.autograd.grad(weighed(*found), leaf),
             torch.autograd.grad(weighed(*truth), again),
             strict=True,
         ):
-            torch.testing.assert_close(0.5 * (x + x.mT), y, rtol=0, atol=1e-6)
+            # Problems that share a matrix add to its gradient, so that the worst error counts.
+            error = max(error.gradients for error in errors) * float(y.abs().max())
+            torch.testing.assert_close(0.5 * (x + x.mT), y, rtol=0, atol=error)
     with pytest.raises(ValueError, match=r"has the batch \(1,\) and the problem \(3,\)"):
         pmaf.ied(Matrix(A), M=Gram(X[:1]))
 
@@ -315,12 +366,15 @@ def test_any_scale(a, m, products_only):
     one = pmaf.ied(Matrix(A), 2, M=Gram(root), reference=signs)
     leaf = (a * A).requires_grad_()
     found = pmaf.ied(Matrix(leaf), 2, M=m * Gram(root), reference=signs)
-    torch.testing.assert_close(found.values / a * m, one.values, rtol=1e-4, atol=0)
-    torch.testing.assert_close(found.vectors * m**0.5, one.vectors, rtol=0, atol=1e-2)
+    error = worth(A.double(), M.double(), 2, eps=torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(found.values / a * m, one.values, rtol=0, atol=error.values)
+    torch.testing.assert_close(found.vectors * m**0.5, one.vectors, rtol=0, atol=error.vectors)
     (gradient,) = torch.autograd.grad(found.values[0], leaf)
     y = found.vectors[:, 0].detach()
-    expected = torch.outer(y, y)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-4 * float(expected.max()))
+    # The same product of the same vector, in another order.
+    torch.testing.assert_close(
+        gradient, torch.outer(y, y), rtol=4 * torch.finfo(torch.float32).eps, atol=0
+    )
     with pytest.raises(ValueError, match=r"leave the range of torch.float32; multiply M"):
         pmaf.ied(Matrix(A), M=1e-25 * Gram(root))
 
@@ -335,6 +389,13 @@ def large():
     return LARGE
 
 
+def _condition(M):
+    """The condition of a sparse positive definite matrix."""
+    ends = [scipy.sparse.linalg.eigsh(M, 1, which="LA", return_eigenvectors=False)[0]]
+    low = scipy.sparse.linalg.eigsh(M, 1, sigma=0, return_eigenvectors=False)[0]
+    return float(ends[0] / low)
+
+
 def test_ten_thousand_rows():
     """The largest eigenvalues as `eigsh`, with gradients of all stored values."""
     K, M = large()
@@ -342,20 +403,22 @@ def test_ten_thousand_rows():
     A, metric = Sparse(tensor(K)), Sparse(tensor(M))
     a, m = (x.tensors[0].detach().requires_grad_() for x in (A, metric))
     values, vectors = pmaf.ied(A.with_tensors([a]), 3, M=metric.with_tensors([m]))
-    # Both have residuals of a few eps times the largest eigenvalue.
-    np.testing.assert_allclose(values.detach(), truth, rtol=1e3 * torch.finfo(T).eps)
+    # The residual is one of both searches; that of a value is of second order.
+    residual = SEARCHED * EPS * _condition(M)
+    np.testing.assert_allclose(values.detach(), truth, rtol=2 * residual)
     da, dm = torch.autograd.grad(values[0], (a, m))
     y = vectors[:, 0].detach().numpy()
     i, j = (torch.from_numpy(x.astype(np.int64)) for x in K.nonzero())
     assert len(i) == len(da)
     entries = torch.from_numpy(y)[i] * torch.from_numpy(y)[j]
-    torch.testing.assert_close(da, entries, rtol=0, atol=1e-8 * float(entries.abs().max()))
-    torch.testing.assert_close(dm, -values[0].detach() * da, rtol=1e-12, atol=0)
+    # The same products, in another order.
+    torch.testing.assert_close(da, entries, rtol=0, atol=4 * EPS * float(entries.abs().max()))
+    torch.testing.assert_close(dm, -values[0].detach() * da, rtol=8 * EPS, atol=0)
     # The residual has a length in the inner product of M, too.
     largest = float(values[0].detach())
     rest = K @ y - largest * (M @ y)
     length = np.sqrt(rest @ scipy.sparse.linalg.spsolve(M.tocsc(), rest))
-    assert length <= 1e3 * torch.finfo(T).eps * largest
+    assert length <= residual * largest
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -369,16 +432,17 @@ def test_shift_and_invert(own):
     metric = WithSolve(metric, factored(K)) if own else metric
     inverse, x = pmaf.ied(tensor(M), 4, M=metric)
     values, vectors = 1 / inverse, x / inverse.sqrt()
-    # Errors are relative to the largest of the inverse values, 1/λ₁.
-    worth = 1e3 * torch.finfo(T).eps * truth[-1] / truth[0]
-    np.testing.assert_allclose(values.detach(), truth, rtol=worth)
+    # Errors are relative to the largest of the inverse values, 1/λ₁, and are those of sums of n
+    # products, because errors of vectors matter to second order.
+    error = ROUNDED * EPS * K.shape[0] ** 0.5 * truth[-1] / truth[0]
+    np.testing.assert_allclose(values.detach(), truth, rtol=error)
     y = vectors.detach().numpy()
-    np.testing.assert_allclose(y.T @ (M @ y), np.eye(4), rtol=0, atol=worth)
+    np.testing.assert_allclose(y.T @ (M @ y), np.eye(4), rtol=0, atol=error)
     (found,) = torch.autograd.grad(values.sum(), leaf)
     i, j = K.nonzero()
     expected = (y[i] * y[j]).sum(-1)
-    # Values are the squares of the vectors' sizes: errors of vectors matter to first order.
-    assert np.abs(found.numpy() - expected).max() <= 1e-8 * np.abs(expected).max()
+    # The same vectors, which differ by their lengths.
+    assert np.abs(found.numpy() - expected).max() <= 2 * error * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -402,17 +466,19 @@ def test_an_ill_conditioned_metric(dtype, products_only):
 
 
 def test_a_warm_start_takes_fewer_products(products_only):
-    A, M = (tensor(x) for x in triangles(8, 9))
+    pair = triangles(8, 9)
+    A, M = (tensor(x) for x in pair)
     problem = pmaf.PrincipalEigenvectors(A, 2, M=M)
     cold = pmaf.solve(problem)
     warm = pmaf.solve(problem, init=cold.value)
     assert warm.converged
-    torch.testing.assert_close(warm.multiplier, cold.multiplier, rtol=1e-12, atol=0)
+    error = worth(*pair, 2).values
+    torch.testing.assert_close(warm.multiplier, cold.multiplier, rtol=0, atol=error)
     assert warm.iterations < cold.iterations
     # A start at the other end does not hide the wanted one.
     lowest = pmaf.solve(pmaf.PrincipalEigenvectors(A, 2, M=M, largest=False)).value
     found = pmaf.solve(problem, init=lowest)
-    torch.testing.assert_close(found.multiplier, cold.multiplier, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.multiplier, cold.multiplier, rtol=0, atol=error)
 
 
 def test_restarts_and_corrections(products_only):
@@ -424,8 +490,9 @@ def test_restarts_and_corrections(products_only):
     truth = scipy.linalg.eigh(*(x.toarray() for x in SMALL), subset_by_index=(0, 0))[0]
     assert found.converged
     assert found.iterations > 100
+    # Of second order in the residual, and as in SciPy's reduced matrix a few roundings of its norm.
     size = float(pmaf.ied(A, M=M).values)
-    assert abs(float(found.multiplier) - truth[0]) <= 100 * torch.finfo(T).eps * size
+    assert abs(float(found.multiplier) - truth[0]) <= SEARCHED * EPS * size
 
 
 def test_reports_say_what_happened(products_only):
@@ -442,10 +509,12 @@ def test_reports_say_what_happened(products_only):
     found = pmaf.solve(
         pmaf.PrincipalEigenvectors(Sparse(A).with_tensors([values]), 2, largest=False, M=M)
     )
-    assert float(found.gap) == pytest.approx(np.diff(spectrum[:3]).min(), rel=1e-6)
+    # The next eigenvalue is known from the same space, where it has not converged: from within.
+    gap = np.diff(spectrum[:3]).min()
+    assert float(found.gap) == pytest.approx(gap, abs=2 * worth(*pair, 2, False).values)
     found.value[0].sum().backward()
     assert found.backward.converged
-    assert found.backward.residual <= 1e3 * torch.finfo(T).eps
+    assert found.backward.residual <= LOOSE * EPS  # what counts as solved
     assert found.backward.iterations > 10
 
 
@@ -468,7 +537,11 @@ def test_repeated_eigenvalues_warn_in_the_backward_pass(products_only):
     dense = pmaf.ied(A, 2, M=M, largest=False, skip=1)
     (truth,) = torch.autograd.grad((dense.projector() * weights).sum(), A)
     gradient = 0.5 * (gradient + gradient.mT)
-    torch.testing.assert_close(gradient, truth, rtol=0, atol=1e-8 * float(truth.abs().max()))
+    # The group of both is apart from the rest; distances inside it do not matter.
+    spectrum = scipy.linalg.eigvalsh(A.detach().numpy(), M.numpy())
+    ratio = spectrum.max() / min(spectrum[1] - spectrum[0], spectrum[3] - spectrum[2])
+    error = 2 * SEARCHED * EPS * np.linalg.cond(M.numpy()) * ratio**2
+    torch.testing.assert_close(gradient, truth, rtol=0, atol=error * float(truth.abs().max()))
 
 
 def test_training_keeps_its_memory(products_only):
@@ -497,7 +570,7 @@ def test_training_keeps_its_memory(products_only):
 
 def test_a_wrong_solve_says_so():
     A, M = (torch.from_numpy(x.toarray()) for x in triangles(5, 6))
-    right = factored(M.numpy())
+    right, error = factored(M.numpy()), worth(A, M, 2)
     for wrong in (
         lambda rows: 2 * right(rows),
         lambda rows: right(rows) + 1e-3 * right(rows.roll(1, -1)),
@@ -513,10 +586,16 @@ def test_a_wrong_solve_says_so():
     # What is inexact on purpose is a matter of the tolerance, and finds what it is worth.
     inexact = WithSolve(M, lambda rows: (1 + 1e-5) * right(rows))
     found = pmaf.ied(Matrix(A), M=inexact, solver=Krylov(tolerance=1e-5))
-    torch.testing.assert_close(found.values, pmaf.ied(A, M=M).values, rtol=1e-8, atol=0)
+    spectrum = scipy.linalg.eigvalsh(A.numpy(), M.numpy())
+    # Values have the square of the residual over the gap as their error.
+    second = 1e-5**2 * spectrum[-1] ** 2 / (spectrum[-1] - spectrum[-2])
+    torch.testing.assert_close(found.values, pmaf.ied(A, M=M).values, rtol=0, atol=second)
     good = FromMatvec(lambda u: u @ M, M.shape, dtype=T, solve=lambda u: right(u[None])[0])
     torch.testing.assert_close(
-        pmaf.ied(Matrix(A), 2, M=good).values, pmaf.ied(A, 2, M=M).values, rtol=1e-12, atol=0
+        pmaf.ied(Matrix(A), 2, M=good).values,
+        pmaf.ied(A, 2, M=M).values,
+        rtol=0,
+        atol=error.values,
     )
 
 
@@ -556,7 +635,7 @@ def test_own_operators_may_solve(own, caplog):
     first[0], first[1], first[-1] = 4.0, 1.0, 1.0
     first.requires_grad_()
     A = Diagonal(torch.arange(n, dtype=T).cos())
-    value = pmaf.ied(A, M=(Solvable if own else Circulant)(first)).values
+    value, vector = pmaf.ied(A, M=(Solvable if own else Circulant)(first))
     assert ways(caplog) == {"pairs: products, own solve" if own else "pairs: products"}
     value.backward()
     banded = np.zeros((n, n))
@@ -564,10 +643,14 @@ def test_own_operators_may_solve(own, caplog):
     banded[i, i], banded[i, i - 1], banded[i - 1, i] = 4.0, 1.0, 1.0
     sparse = scipy.sparse.csr_matrix(banded)
     truth = scipy.sparse.linalg.eigsh(scipy.sparse.diags(np.cos(i)), 1, M=sparse, which="LA")
-    assert float(value.detach()) == pytest.approx(float(truth[0][0]), rel=1e-10)
-    y = truth[1][:, 0]
-    # The derivative in first[0] is that of M along the identity.
-    assert float(first.grad[0]) == pytest.approx(-float(truth[0][0]) * (y @ y), rel=1e-6)
+    top, y = float(truth[0][0]), vector.detach().numpy()
+    # The condition of M is 3, and all eigenvalues of the pair are at most 1/2.
+    residual = SEARCHED * EPS * 3 * 0.5
+    assert float(value.detach()) == pytest.approx(top, abs=2 * residual)
+    rest = np.cos(i) * y - top * (sparse @ y)
+    assert np.sqrt(rest @ scipy.sparse.linalg.spsolve(sparse.tocsc(), rest)) <= 2 * residual
+    # The derivative in first[0] is that of M along the identity, the same sum in another order.
+    assert float(first.grad[0]) == pytest.approx(-top * (y @ y), rel=ROUNDED * EPS * n**0.5)
 
 
 class TestErrors:
@@ -626,11 +709,6 @@ class TestErrors:
             pmaf.ied(A, 31, M=M)
         with pytest.raises(TypeError, match="needs the entries of a matrix"):
             pmaf.ied(A, M=M, solver=Dense())
-        with pytest.raises(TypeError, match="complex"):
-            pmaf.ied(
-                Sparse(self.A.to(torch.complex128).to_sparse_csr()),
-                M=Sparse(self.M.to(torch.complex128).to_sparse_csr()),
-            )
         with pytest.raises(ValueError, match="solve is for square matrices"):
             FromMatvec(lambda u: u, (3, 2), solve=lambda u: u)
         with pytest.raises(ValueError, match="solve is for square matrices"):
@@ -693,5 +771,5 @@ def test_a_diagonal_saves_products(products_only):
         values = pmaf.ied(tensor(A), M=Counted(given, lambda rows: rows)).values
         counts.append((count[0], float(values)))
     # The same pair in other variables, in the same steps up to those that rounding decides.
-    assert counts[1][1] == pytest.approx(counts[0][1], rel=1e-9)
+    assert counts[1][1] == pytest.approx(counts[0][1], abs=2 * worth(*SMALL, 1).values)
     assert counts[1][0] <= 2 * counts[0][0]

@@ -5,6 +5,7 @@ Certificates by products come from searches with a start that differs from the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from pmaf.krylov.tasks import Dominant, Largest
 from pmaf.linalg import sphere
-from pmaf.linalg.decompositions import eigenvalues
-from pmaf.linalg.products import dot, long_norm, norm, one_if_zero, symmetric_part
+from pmaf.linalg.decompositions import eigenvalues, eigh
+from pmaf.linalg.products import dot, frobenius, long_norm, norm, one_if_zero, symmetric_part
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows, rows_of
 from pmaf.runtime import ranks
@@ -180,3 +181,79 @@ def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
         / size,
         optimality=surplus.amin(-1) / size,
     )
+
+
+def certify_function(
+    A: Tensor,
+    F: Tensor,
+    of_group: Callable[[Tensor], tuple[Tensor, Tensor]],
+    k: int,
+    largest: bool,
+    beside: Tensor | float = 0.0,
+    size: Tensor | float = 0.0,
+) -> Certificate:
+    """A certificate of `F = V f(Λ) Vᴴ` of the k top eigenpairs, in float64.
+
+    The eigenpairs come from a singular value decomposition of `A + cI`, which is positive definite;
+    it is another algorithm than those of the solvers.
+
+    Args:
+        A: `(*, n, n)`, its Hermitian part is meant.
+        F: `(*, n, n)`.
+        of_group: from all eigenvalues `(*, n)` to those of the function at the group `(*, k)`, and
+            to the distance `(*, 1)` of eigenvalues that count as equal.
+        k: how many eigenvalues the group has.
+        largest: whether it is at the upper end.
+        beside: `(*,)`, the part of `(AF − FA)/‖A‖` that these matrices do not contain.
+        size: `(*,)`, the norm of `A` where that is larger than its eigenvalues here.
+    """
+    n, wide = A.shape[-1], torch.complex128 if A.is_complex() else torch.float64
+    A, F = A.to(wide), F.to(wide)
+    A = 0.5 * (A + A.mH)
+    unit = frobenius(A)
+    eye = torch.eye(n, dtype=wide, device=A.device)
+    # In these units the norm of A is at most one.
+    V, moduli, _ = torch.linalg.svd(A / unit + eye)
+    V, values = V.flip(-1), (moduli.flip(-1) - 1) * unit.squeeze(-1)
+    known, rounding = of_group(values)
+    here = torch.arange(n, device=A.device)
+    member = here >= n - k if largest else here < k
+    heights = torch.zeros_like(values).masked_scatter(member.expand_as(values), known)
+    edge = n - k if largest else k - 1
+    tied = (values - values[..., edge, None]).abs() <= rounding
+    # Where the edge cuts equal eigenvalues, any k of them may be meant.
+    tied = tied & (tied & ~member).any(-1, keepdim=True)
+    exact = (V * torch.where(tied, 0, heights).unsqueeze(-2)) @ V.mH
+    if tied.any():
+        exact = exact + _nearest(F, V, heights, tied, member)
+    length = one_if_zero(_length(F))
+    scale = values.abs().amax(-1).clamp_min(size)
+    turned = (A @ F - F @ A) / one_if_zero(scale)[..., None, None]
+    return Certificate(
+        feasibility=_length(F - F.mH) / length,
+        stationarity=(_length(turned).square() + beside**2).sqrt() / length,
+        optimality=-_length(F - exact) / torch.maximum(length, _length(exact)),
+    )
+
+
+def _nearest(F: Tensor, V: Tensor, heights: Tensor, tied: Tensor, member: Tensor) -> Tensor:
+    """The function of eigenvalues at the edge of the group, of which as many as are members count.
+
+    Of all choices of their eigenvectors it is the one nearest to `F`.
+    """
+    chosen = tied & member
+    count = chosen.sum(-1, keepdim=True)
+    height = torch.where(chosen, heights, 0).sum(-1, keepdim=True) / count.clamp_min(1)
+    inside = V.mH @ (F + F.mH) @ V * height.sign().unsqueeze(-1)
+    inside = torch.where(tied.unsqueeze(-1) & tied.unsqueeze(-2), inside, 0).nan_to_num()
+    # All others have smaller eigenvalues.
+    least = (-1 - 2 * _length(inside).unsqueeze(-1)) * (~tied)
+    W = V @ eigh(inside + torch.diag_embed(least).to(inside)).vectors
+    n = tied.shape[-1]
+    taken = torch.arange(n, device=tied.device) >= n - count
+    return (W * (height * taken).unsqueeze(-2)) @ W.mH
+
+
+def _length(A: Tensor) -> Tensor:
+    """The Frobenius norm, `(*,)`."""
+    return torch.linalg.matrix_norm(A)

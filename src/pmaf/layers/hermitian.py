@@ -33,6 +33,7 @@ from pmaf.linalg.embedding import (
 )
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import merge_tolerance
+from pmaf.operators.base import Operator
 from pmaf.operators.embedded import embedded
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
@@ -76,38 +77,43 @@ class EmbeddedEigenvectors(PrincipalEigenvectors):
         rows, values, kept = outcome.value, outcome.multiplier, outcome.kept
         if isinstance(kept, Decomposition):
             # Rounding separates equal eigenvalues; with their mean, they are exactly equal again.
-            means = _means(kept.values).repeat_interleave(2, -1)
-            kept = Decomposition(kept.rows, means)
-            values = means.flip(-1)[..., : self.width]
+            equal = means(kept.values).repeat_interleave(2, -1)
+            kept = Decomposition(kept.rows, equal)
+            values = equal.flip(-1)[..., : self.width]
         if rows.shape[-2] == 1:
             y, values = complex_rows(rows), values[..., :1]
         else:
-            y, values = _independent(complex_rows(rows), _means(values))
+            y, values = independent(complex_rows(rows), means(values))
         return outcome._replace(
             value=paired_rows(y), multiplier=values.repeat_interleave(2, -1), kept=kept
         )
 
 
-def _means(values: Tensor) -> Tensor:
+def means(values: Tensor) -> Tensor:
     """The mean of each pair, `(*, 2k)` to `(*, k)`."""
     return values.unflatten(-1, (-1, 2)).mean(-1)
 
 
-def _independent(y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def independent(
+    y: Tensor, values: Tensor, dual: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Orthonormal rows `(*, k, n)` from `(*, 2k, n)` in pairs, and their values, `(*, k)`.
 
     If all eigenvalues are apart, the rows of a pair are multiples of each other, and one of them
-    is taken. Where eigenvalues are equal, rows of different pairs are mixed.
+    is taken. Where eigenvalues are equal, rows of different pairs are mixed. The inner product is
+    `xᴴMy` if `dual` multiplies rows of the whole batch by M.
     """
     k, eye = values.shape[-1], torch.eye(values.shape[-1], dtype=y.dtype, device=y.device)
     rows = y[..., ::2, :]
-    excess = rows @ rows.mH - eye
+    excess = (rows if dual is None else dual(rows)) @ rows.mH - eye
     # Newton's step towards orthonormal rows squares the error.
     found = rows - 0.5 * (excess @ rows)
     mixed = excess.abs().amax((-2, -1)) > torch.finfo(y.dtype).eps ** 0.5
     if mixed.any():
         took("ied: mixed pairs")
-        chosen, places = independent_rows(y[mixed].reshape(-1, 2 * k, y.shape[-1]), k)
+        options = {} if dual is None else {"dual": dual}
+        mixed = mixed if dual is None else torch.ones_like(mixed)
+        chosen, places = independent_rows(y[mixed].reshape(-1, 2 * k, y.shape[-1]), k, **options)
         found[mixed] = chosen.reshape(found[mixed].shape)
         values = values.clone()
         values[mixed] = values[mixed].reshape(-1, k).gather(-1, places // 2).reshape(-1, k)
@@ -123,12 +129,16 @@ class ComplexEigenvectors(PrincipalEigenvectors):
         self, init: Tensor | None, solver: Solver
     ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
         self.require_reference()
-        A = embedded(self.A if self.largest else -self.A)
-        posed = EmbeddedEigenvectors(A, 2 * self.count, skip=2 * self.skip)
+        posed = self.embedding(self.A if self.largest else -self.A, True)
         if init is not None:
             columns = self.columns(init)
             init = paired_rows(columns.expand(*columns.shape[:-1], self.count).mT).mT
         return posed, init, self.present
+
+    def embedding(self, A: Tensor | Operator, largest: bool) -> PrincipalEigenvectors:
+        """The real problem, of `A` in the place of the own matrix."""
+        k, skip = 2 * self.count, 2 * self.skip
+        return EmbeddedEigenvectors(embedded(A), k, largest, skip=skip)
 
     def present(self, outcome: Outcome) -> Solution:
         rows, values, residual, gap, iterations, converged = outcome.tensors
@@ -137,7 +147,8 @@ class ComplexEigenvectors(PrincipalEigenvectors):
         if self.flipped:
             y, values = y.flip(-2), values.flip(-1)
         # New tensors, not views of what the backward pass uses: a user may write into them.
-        vectors, values = y * phases(self, y), values.clone() if self.largest else -values
+        vectors = y * phases(self, self.directions(y))
+        values = values.clone() if self.largest else -values
         if self.k is None:
             vectors, values = vectors.squeeze(-2), values.squeeze(-1)
         else:
@@ -145,8 +156,7 @@ class ComplexEigenvectors(PrincipalEigenvectors):
         return Solution(vectors, values, residual, gap, iterations, converged)
 
     def certified(self, value: Tensor) -> Certificate:
-        A, k, skip = embedded(self.A), 2 * self.count, 2 * self.skip
-        posed = EmbeddedEigenvectors(A, k, self.largest, skip=skip)
+        posed = self.embedding(self.A, self.largest)
         return posed.certify(paired_rows(self.columns(value).mT).mT)
 
 

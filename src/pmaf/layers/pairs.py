@@ -49,11 +49,8 @@ class Pair(PrincipalEigenvectors):
     def of(cls, problem: Any) -> Any:
         pair = super().of(problem)
         A, M = pair.A, pair.M
-        if pair.operator is not None and ranks.mesh_of(*pair.flat) is not None:
-            raise NotImplementedError(
-                "pairs whose matrices are cut over ranks are not supported; cut the batch instead, "
-                "or divide A by the roots of a diagonal M"
-            )
+        if _cut(pair):
+            return pair
         if isinstance(M, Matrix):
             return pair.changed(M=M.A)
         if not isinstance(M, Operator) or isinstance(M, Diagonal):
@@ -137,7 +134,27 @@ def refuse_metric(M: Tensor, bad: Tensor) -> None:
     )
 
 
+def _cut(pair: Any) -> bool:
+    """Whether matrices of the pair are cut over ranks, so that nothing can be factored."""
+    return pair.operator is not None and ranks.mesh_of(*pair.flat) is not None
+
+
+def is_search(pair: Any) -> bool:
+    """Whether a real pair is searched in the inner product of `M`."""
+    return _cut(pair) or (isinstance(pair.M, Operator) and not isinstance(pair.M, Diagonal))
+
+
+def is_complex_search(problem: Any) -> bool:
+    """The same for a problem that may be a complex pair: `A` or `M` is known by products."""
+    A, M = problem.A, problem.M
+    if M is None or not A.dtype.is_complex:
+        return False
+    return isinstance(A, Operator) or (isinstance(M, Operator) and not isinstance(M, Diagonal))
+
+
 def _reduces(pair: Any) -> bool:
+    if _cut(pair):
+        return False
     factor = isinstance(pair.A, Operator) and isinstance(pair.M, Tensor)
     return factor or isinstance(pair.M, Diagonal)
 
@@ -186,22 +203,17 @@ class FactoredPair(Pair):
         return self.signs(self.directions(rows.detach()), False)
 
 
-@PrincipalEigenvectors.case(lambda x: x.M is not None and x.A.dtype.is_complex)
+@PrincipalEigenvectors.case(
+    lambda x: x.M is not None and x.A.dtype.is_complex and not is_complex_search(x)
+)
 @dataclass(frozen=True, eq=False)
 class ComplexPair(FactoredPair):
-    """A pair of Hermitian matrices."""
+    """A pair of dense Hermitian matrices."""
 
     @classmethod
     def of(cls, problem: Any) -> Any:
-        A, M = problem.A, problem.M
-        M = torch.diag_embed(M.d) if isinstance(M, Diagonal) else M
-        for name, x in (("A", A), ("M", M)):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"a pair of complex matrices needs both as dense tensors; {name} is {x!r}, "
-                    "which is known by its products"
-                )
-        return cls.like(problem, M=M)
+        M = problem.M
+        return cls.like(problem, M=torch.diag_embed(M.d) if isinstance(M, Diagonal) else M)
 
     def turns(self, rows: Tensor) -> Tensor:
         """The phase for each row, `(*, k)`, of any length."""

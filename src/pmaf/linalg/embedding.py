@@ -8,6 +8,8 @@ twice as often: the vectors of `y` and of `iy` are orthogonal, and belong to one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -45,8 +47,16 @@ def paired_rows(y: Tensor) -> Tensor:
     return real_rows(both).flatten(-3, -2)
 
 
-def independent_rows(y: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _itself(rows: Tensor) -> Tensor:
+    return rows
+
+
+def independent_rows(
+    y: Tensor, k: int, dual: Callable[[Tensor], Tensor] = _itself
+) -> tuple[Tensor, Tensor]:
     """Orthonormal rows `(B, k, n)` from `(B, 2k, n)`, and the places `(B, k)` they come from.
+
+    The inner product is `xᴴMy` for `dual` that multiplies rows `(B, p, n)` by M.
 
     The given rows are orthonormal as real vectors, so that among any 2d of them at least d are
     independent as complex vectors. Each is orthogonalised to those chosen before, and is chosen
@@ -62,8 +72,8 @@ def independent_rows(y: Tensor, k: int) -> tuple[Tensor, Tensor]:
     for place in range(2 * k):
         row = y[:, place : place + 1]
         for _ in range(2):  # the second time removes rounding of the first
-            row = row - (row @ chosen.mH) @ chosen
-        length = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+            row = row - (dual(row) @ chosen.mH) @ chosen
+        length = (dual(row) * row.conj()).real.sum(-1, keepdim=True).clamp_min(0).sqrt()
         taken = (length[:, 0, 0].square() >= 1 / (k + 1)) & (count < k)
         here = taken[:, None] & (slots == count[:, None])
         chosen = torch.where(here.unsqueeze(-1), row / length, chosen)

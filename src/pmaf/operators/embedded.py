@@ -40,6 +40,17 @@ class Embedded(Wrapping):
     def rmatvec(self, rows: Tensor) -> Tensor:
         return real_of(self.part.rmatvec(complex_of(rows)))
 
+    def solve(self, rows: Tensor) -> Tensor:
+        return real_of(self.part.solve(complex_of(rows)))
+
+    @property
+    def solvable(self) -> bool:
+        return self.part.solvable
+
+    def diagonal(self) -> Tensor | None:
+        found = self.part.diagonal()
+        return None if found is None else whole(found).real.repeat_interleave(2, -1)
+
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         return self.part.pullback(complex_of(left), complex_of(right), needs)
 

@@ -12,6 +12,7 @@ from pmaf.linalg.roundings import square_range
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.base import Operator
 from pmaf.operators.rows import Rows
+from pmaf.runtime import ranks
 from pmaf.tangent.metric import ConjugateGradients, Metric
 
 
@@ -32,12 +33,13 @@ def inner_product(seen: Rows, tolerance: float) -> Metric:
     _require_range(M, dual)
     if M.solvable:
         _require_inverse(seen, product, dual, tolerance)
-        metric = Metric(product, lambda rows, error: seen.solved(rows), refuse)
+        metric = Metric(product, lambda rows, error: seen.solved(rows), refuse, seen.agreed)
     else:
-        solve = ConjugateGradients(product, _diagonal(seen, refuse), refuse, give_up)
-        metric = Metric(product, solve, refuse)
+        scales = _diagonal(seen, refuse)
+        solve = ConjugateGradients(product, scales, refuse, give_up, seen.agreed)
+        metric = Metric(product, solve, refuse, seen.agreed)
     length = metric.length(x, dual)
-    if not (length > 0).all():
+    if not seen.agreed(length > 0):
         refuse((length == 0).any(-1))
     # Errors of a product are relative to its size, and their signs are arbitrary.
     noise = signs.sign() * dual
@@ -61,7 +63,7 @@ def _diagonal(seen: Rows, refuse: Callable[[Tensor], None]) -> Tensor | None:
     found = seen.A.diagonal()
     if found is None:
         return None
-    found = found.detach().reshape(-1, 1, found.shape[-1])
+    found = ranks.whole(found.detach()).reshape(-1, 1, found.shape[-1])
     bad = ~(found > 0).all(-1).squeeze(-1)
     if bad.any():
         refuse(bad)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pmaf.errors import require_matrix
 from pmaf.operators.base import Operator, represents
+from pmaf.runtime.ranks import cuts_matrices
 
 
 @represents(torch.strided)
@@ -42,7 +43,9 @@ class Matrix(Operator):
     def rmatvec(self, rows: Tensor) -> Tensor:
         return rows @ self.A.conj()
 
-    def diagonal(self) -> Tensor:
+    def diagonal(self) -> Tensor | None:
+        if cuts_matrices(self.A):  # the whole matrix would be sent to every rank
+            return None
         return self.A.diagonal(dim1=-2, dim2=-1)
 
     def pullback(self, left: Tensor, right: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:

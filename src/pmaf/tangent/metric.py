@@ -14,6 +14,10 @@ from pmaf.linalg.roundings import power_of_two
 Product = Callable[[Tensor], Tensor]
 
 
+def all_true(done: Tensor) -> bool:
+    return bool(done.all())
+
+
 class Metric:
     """The inner product `xᵀMy` of rows `(B, p, n)`.
 
@@ -25,6 +29,7 @@ class Metric:
         product: `M` times rows.
         inverse: `M⁻¹` times rows, for rows and the relative residual to solve them up to.
         refuse: raises the error of an `M` that is not positive definite, for a mask `(B,)`.
+        agreed: whether all entries of a mask are true, as every rank sees it.
     """
 
     def __init__(
@@ -32,8 +37,10 @@ class Metric:
         product: Product,
         inverse: Callable[[Tensor, float], Tensor],
         refuse: Callable[[Tensor], None],
+        agreed: Callable[[Tensor], bool] = all_true,
     ) -> None:
         self.product, self.inverse, self.refuse = product, inverse, refuse
+        self.agreed = agreed
         # How much longer the rounding errors of a product are, as functions, than its result.
         self.rounding = 1.0
 
@@ -52,7 +59,7 @@ class Metric:
         """The lengths `(B, p)` of vectors, given as vectors and as functions."""
         square = dot(rows, duals)
         negative = square < 0
-        if negative.any():
+        if not self.agreed(~negative):
             self.refuse(negative.any(-1))
         return square.sqrt()
 
@@ -101,6 +108,7 @@ class ConjugateGradients:
         diagonal: `(B, 1, n)`, that of `M` if it is known; the system is scaled by it.
         refuse: raises the error of an `M` that is not positive definite, for a mask `(B,)`.
         give_up: raises the error of a system that this number of products has not solved.
+        agreed: whether all entries of a mask are true, as every rank sees it.
     """
 
     def __init__(
@@ -109,9 +117,10 @@ class ConjugateGradients:
         diagonal: Tensor | None,
         refuse: Callable[[Tensor], None],
         give_up: Callable[[int], None],
+        agreed: Callable[[Tensor], bool] = all_true,
     ) -> None:
         self.product, self.diagonal = product, diagonal
-        self.refuse, self.give_up = refuse, give_up
+        self.refuse, self.give_up, self.agreed = refuse, give_up, agreed
 
     def __call__(self, right: Tensor, error: float) -> Tensor:
         # In these units no square over- or underflows.
@@ -122,12 +131,12 @@ class ConjugateGradients:
         direction, slope = near, dot(rest, near)
         for _ in range(_PRODUCTS):
             moving = long_norm(rest) > size
-            if not moving.any():
+            if self.agreed(~moving):
                 return unit * z
             image = self.product(direction)
             curvature = dot(direction, image)
             negative = moving & (curvature <= 0)
-            if negative.any():
+            if not self.agreed(~negative):
                 self.refuse(negative.any(-1))
             step = torch.where(moving, slope / one_if_zero(curvature), 0).unsqueeze(-1)
             z, rest = z + step * direction, rest - step * image
