@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
-from pmaf.autograd.attach import attach_found
+from pmaf.autograd.attach import attach_found, attach_some
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.layers.ied import Eigenpairs, PrincipalEigenvectors
@@ -43,7 +43,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Adaptive, Krylov, Solver
+from pmaf.solvers import Adaptive, Auto, Krylov, Solver
 from pmaf.solvers.auto import best_eigenvectors, is_reduced
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -238,18 +238,29 @@ def _embedded(k: int, largest: bool) -> Any:
 def small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """The forward pass of the default call on a small matrix, as for real ones.
 
-    Returns None where the common path is needed, also where the phase is not determined.
+    Entries whose phase is not determined take the common path. Returns None where all need it, or
+    one that is not finite.
     """
     shape = A.shape
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
     if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
         return None
     values, vectors, failed = native.largest_pairs(A.detach(), k, largest, columns=True)
-    if failed is not None:
+    if failed is not None and (bool(failed.all()) or not bool(A.detach()[failed].isfinite().all())):
         return None
     took("ied: complex reduction")
-    if A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, None, (vectors, values), (), _found(k, largest))
+    problem = _found(k, largest)
+    if failed is not None:
+        took("ied: common path for some")
+
+        def solve(A: Tensor) -> tuple[Tensor, Tensor]:
+            posed = PrincipalEigenvectors(A, k, largest, descending=largest)
+            found = posed.run(Auto(), Implicit(), init=None, report=False, throw=False)
+            return found.value, found.multiplier
+
+        vectors, values = attach_some((A, None), (vectors, values), (), problem, failed, solve)
+    elif A.requires_grad and torch.is_grad_enabled():
+        vectors, values = attach_found(A, None, (vectors, values), (), problem)
     return Eigenpairs(values, vectors)
 
 

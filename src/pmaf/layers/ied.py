@@ -292,16 +292,15 @@ class PrincipalEigenvectors(Problem):
             self, value
         )
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         (A,), k = given.tensors, self.width
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
         free = isinstance(given.state.kept, Nothing)
         if not (free and small and self.symmetric and native.takes(A)):
             return None
         took("tangent: compiled")
-        y, v, d_multiplier = given.y.contiguous(), given.v, given.d_multiplier
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest, columns=False)
-        return None if dA is None else (dA,)
+        y, v, d_multiplier = given.y, given.v, given.d_multiplier
+        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
 
     def differentiate(
         self,
@@ -311,12 +310,11 @@ class PrincipalEigenvectors(Problem):
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        """Gradients by the kernels that have found `y`, as columns; None where they fail."""
+    ) -> native.Gradients:
+        """Gradients by the kernels that have found `y`."""
         took("tangent: compiled")
-        (A,), k, largest = tensors, self.width, self.largest
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, largest, columns=True)
-        return None if dA is None else (dA,)
+        (A,), k = tensors, self.width
+        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given

@@ -205,7 +205,7 @@ class SphereLeastSquares(Problem):
         rows = SphereLeastSquares(A, b)
         return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         (A, b), kept, v = given.tensors, given.state.kept, given.v
         alike = A.shape[:-2] == b.shape[:-1]
         if not (isinstance(kept, Exact) and given.d_multiplier is None and alike):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors, native
-from pmaf.autograd.attach import attach_found
+from pmaf.autograd.attach import attach_found, attach_some
 from pmaf.autograd.entries import entries
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Gradient, Implicit, Unroll
@@ -86,7 +86,7 @@ class PairedEigenvectors(PrincipalEigenvectors):
         # Eigenvalues are proportional to A; in M they are of degree −1.
         return self.changed(A=self.matrix / unit[..., None, None])
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         return None
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
@@ -151,9 +151,8 @@ class PairedEigenvectors(PrincipalEigenvectors):
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
+    ) -> native.Gradients:
         took("pairs: compiled gradient")
-        v = v.mT if v is not None and self.vectors else v
         reduced = native.Reduced(*kept)
         dtype = tensors[0].dtype
         return native.pair_gradients(reduced, v, d_multiplier, dtype, self.largest, needs)
@@ -169,12 +168,9 @@ class HermitianPair(PairedEigenvectors):
         wanted = [x for x, need in zip(given.tensors, needs) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            problem = PrincipalEigenvectors(
-                A, self.k, self.largest, descending=self.descending, M=M
-            )
-            found = run_pairs(problem, Auto(), given.rule, init=None, report=False, throw=False)
-            rows = found.value if self.k is None else found.value.mT
-            both = ((rows, given.v), (found.multiplier, given.d_multiplier))
+            vectors, values = _solve_commonly(A, M, self.k, self.largest)
+            rows = vectors if self.k is None else vectors.mT
+            both = ((rows, given.v), (values, given.d_multiplier))
             outputs, incoming = zip(*((x, dx) for x, dx in both if dx is not None))
             gradients = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
         left = iter(gradients)
@@ -202,15 +198,36 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
     if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
         return None
     recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
-    found = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
-    if found is None:
+    found, kept = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
+    values, vectors, failed = found
+    if failed is not None and (
+        bool(failed.all()) or not _are_proper(A.detach(), M.detach(), failed)
+    ):
         return None
     took("pairs: compiled")
-    values, vectors, kept = found
-    if recorded:
-        problem = _found(k, largest, A.is_complex())
+    problem = _found(k, largest, A.is_complex())
+    if failed is not None:
+        took("pairs: common path for some")
+        solve = functools.partial(_solve_commonly, k=k, largest=largest)
+        both = (A, M), (vectors, values)
+        vectors, values = attach_some(*both, kept or (), problem, failed, solve)
+    elif recorded:
         vectors, values = attach_found(A, M, (vectors, values), kept, problem)
     return Eigenpairs(values, vectors)
+
+
+def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:
+    """Whether these entries are finite, and positive definite in `M`."""
+    A, M = A[mask], M[mask]
+    finite = bool(A.isfinite().all()) and bool(M.isfinite().all())
+    return finite and not bool(cholesky(0.5 * (M + M.mH))[1].any())
+
+
+def _solve_commonly(A: Tensor, M: Tensor, k: int | None, largest: bool) -> tuple[Tensor, Tensor]:
+    """Vectors and values by the common path."""
+    problem = PrincipalEigenvectors(A, k, largest, descending=largest, M=M)
+    found = run_pairs(problem, Auto(), Implicit(), init=None, report=False, throw=False)
+    return found.value, found.multiplier
 
 
 class Seen(Rows):

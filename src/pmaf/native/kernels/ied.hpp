@@ -282,17 +282,18 @@ template <class S> inline long backward_space(int n, int k, int rows, bool pair)
 }
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
-// at most √n, of others from products with a vector without structure. `image` holds 2·stride numbers.
+// at most √n, of others from products with a vector without structure; one for a matrix of zeros.
+// `image` holds 2·stride numbers.
 template <class S>
 inline typename S::Number norm_of(const typename S::Number *a, int n, typename S::Number *probe,
                                   typename S::Number *image) {
   using R = typename S::Number;
   const int stride = S::stride_of(n);
-  const R one = all_of<R>(1), least = all_of<R>(1e-200);
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R size = none;
   if constexpr (!S::along_rows) {
-    return larger(root(dot(a, a, n * stride) * all_of<R>(1.0 / n)), least);
+    size = root(dot(a, a, n * stride) * all_of<R>(1.0 / n));
   } else {
-    R size = least;
     for (int i = 0; i < n; ++i) probe[S::place(i, 0)] = 1 + 0.5 * ((i * 7919) % 13 - 6.0) / 6;
     for (int step = 0; step < 2; ++step) {
       scale<S>(probe, one / root(square<S>(probe, n)), n);
@@ -300,10 +301,10 @@ inline typename S::Number norm_of(const typename S::Number *a, int n, typename S
       size = larger(size, root(square<S>(image, n)));
       for (int i = 0; i < n; ++i)
         for (int part = 0; part < S::parts; ++part)
-          probe[S::place(i, part)] = image[S::place(i, part)] + least;
+          probe[S::place(i, part)] = image[S::place(i, part)] + 1e-200;
     }
-    return size;
   }
+  return choose(size == none, one, size);
 }
 
 // Row r of Σ zyᴴ + yzᴴ, over the rows of z and y.
@@ -451,7 +452,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       S::solve(K, n, stride, inverse, again);
       clear(again);
       const R growth = square<S>(again, n), length = square<S>(row, n);
-      const MaskOf<R> singular = negate(growth * equal * equal <= length);
+      const MaskOf<R> singular = both(good, negate(growth * equal * equal <= length));
       if (!any(singular)) break;
       if (nulls == NULLS) {
         good = both(good, negate(singular));
