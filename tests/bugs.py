@@ -1049,15 +1049,15 @@ LINALG = [
     Bug(
         "kernels: the wrong gradient of a pair is left out",
         "native/__init__.py",
-        "if need else None for need in needs)\n    failed = _library.pmaf_pair",
-        "if need else None for need in needs[::-1])\n    failed = _library.pmaf_pair",
+        "if need else None for need in needs)\n    count = C.",
+        "if need else None for need in needs[::-1])\n    count = C.",
         "test_native_pairs.py::test_the_same_as_by_the_common_path",
     ),
     Bug(
         "kernels: a pair that fails is returned",
         "native/__init__.py",
-        "return None if failed else (values, vectors, kept)",
-        "return values, vectors, kept",
+        "return Pairs(values, vectors, failed), kept",
+        "return Pairs(values, vectors, None), kept",
         "test_native_pairs.py::test_one_bad_entry_is_named",
     ),
     Bug(
@@ -1105,9 +1105,9 @@ LINALG = [
     ),
     Bug(
         "kernels: second derivatives of complex pairs in another order",
-        "layers/dense_pairs.py",
-        "self.largest, descending=self.descending, M=M",
-        "self.largest, descending=not self.descending, M=M",
+        "layers/eigenvectors.py",
+        "problem = PrincipalEigenvectors(A, k, largest, descending=largest, M=M)",
+        "problem = PrincipalEigenvectors(A, k, largest, descending=not largest, M=M)",
         "test_native_pairs.py::test_the_same_as_by_the_common_path",
     ),
     Bug(
@@ -1119,10 +1119,26 @@ LINALG = [
     ),
     Bug(
         "kernels: a gradient that fails is returned",
-        "native/__init__.py",
-        "return None if failed else result",
-        "return result",
-        "test_native.py::test_equal_and_nearly_equal_eigenvalues_at_any_scale test_ied_repeated.py",
+        "autograd/attach.py",
+        "                whole[failed] = part",
+        "                pass",
+        "test_native_pairs.py::test_gradients_in_which_the_kernels_fail_take_the_common_path_alone",
+    ),
+    Bug(
+        "kernels: a vector that fails is returned",
+        "autograd/attach.py",
+        ".index_put((good,), part).index_put((failed,), other)",
+        ".index_put((good,), part)",
+        "test_native_pairs.py::"
+        "test_vectors_that_the_kernels_do_not_find_take_the_common_path_alone",
+    ),
+    Bug(
+        "kernels: what is kept of all entries is taken for that of some",
+        "autograd/attach.py",
+        "tuple(x[good] for x in kept)",
+        "tuple(kept)",
+        "test_native_pairs.py::"
+        "test_vectors_that_the_kernels_do_not_find_take_the_common_path_alone",
     ),
     Bug(
         "kernels: second derivatives of least squares in units of their own",

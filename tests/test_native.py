@@ -397,6 +397,39 @@ def test_calls_do_not_gather_memory():
     assert after - before < 4096  # kilobytes; one float a call would be more than that by 10⁶ calls
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
+def test_a_million_calls_do_not_gather_memory():
+    """Resident memory grows by less than one byte a call, which is less than any leak."""
+    calls, page = 10**6, os.sysconf("SC_PAGESIZE")
+    A, b = matrices("goe", 2, 3), torch.ones(2, 3)
+    v, y = torch.ones(2, 3), native.largest_pairs(A, None).vectors
+    M = 2 * torch.eye(3).expand(2, 3, 3).contiguous()
+    kept = native.largest_of_pair(A, M, None, True, True)[1]
+    u, multiplier, _, gram, _ = native.least_squares(A, b)
+    needs = True, True
+    assert kept is not None
+    functions = [
+        lambda: native.largest_pairs(A, None),
+        lambda: native.eigenvector_gradient(A, y, 1, v, None),
+        lambda: native.largest_of_pair(A, M, None, True, True),
+        lambda: native.pair_gradients(kept, v, None, A.dtype, True, needs),
+        lambda: native.least_squares(A, b),
+        lambda: native.least_squares_gradient(A, b, u, v, multiplier, gram, needs),
+    ]
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * page
+
+    sizes = []
+    for many in (calls // 10, calls - calls // 10):
+        for i in range(many):
+            functions[i % len(functions)]()
+        sizes.append(resident())
+    assert sizes[1] - sizes[0] < calls - calls // 10
+
+
 def test_transposed_and_strided_inputs():
     A = matrices("goe", 6, 12)
     for given in (A.mT, A[::2], A[:, ::2, ::2], A.expand(2, 6, 12, 12)):

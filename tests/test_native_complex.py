@@ -240,15 +240,25 @@ def test_one_bad_entry_is_named_and_others_are_not_lost(n, bad):
     torch.testing.assert_close(rows[others], whole.vectors[others], rtol=0, atol=0)
 
 
-def test_a_phase_that_is_not_determined_takes_the_common_path(caplog):
+def test_a_phase_that_is_not_determined_takes_the_common_path_alone(caplog):
     caplog.set_level("DEBUG", logger="pmaf")
     A = noise(40, 3)
     A[5] = torch.tensor([[1, -2, 0], [-2, 1, 0], [0, 0, 0]], dtype=C128)  # (1, −1, 0)/√2
-    values, vectors = pmaf.ied(A)
-    assert COMPILED.isdisjoint(ways(caplog))
-    torch.testing.assert_close(values, torch.linalg.eigvalsh(A)[:, -1], rtol=0, atol=1e-13)
+    leaf, alone = A.clone().requires_grad_(), A[5].clone().requires_grad_()
+    others = A[6:].clone().requires_grad_()
+    values, vectors = pmaf.ied(leaf)
+    assert COMPILED | {"ied: common path for some"} <= ways(caplog)
+    torch.testing.assert_close(values.detach(), torch.linalg.eigvalsh(A)[:, -1], rtol=0, atol=1e-13)
     wanted = pmaf.ied(A[5].real).vectors.to(C128)
-    torch.testing.assert_close(vectors[5], wanted, rtol=0, atol=1e-14)
+    torch.testing.assert_close(vectors[5].detach(), wanted, rtol=0, atol=1e-14)
+    v = noise(40, 3)[..., 0]
+    (vectors * v).sum().real.backward()
+    (pmaf.ied(alone).vectors * v[5]).sum().real.backward()
+    (pmaf.ied(others).vectors * v[6:]).sum().real.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad[5], alone.grad, rtol=0, atol=1e-13)
+    # Entries share lanes with others here, and rounding is that of their gaps.
+    torch.testing.assert_close(leaf.grad[6:], others.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e30, 1e37])

@@ -32,6 +32,12 @@ def ways(caplog):
     return found
 
 
+def failures(A, M):
+    """In how many entries the kernels do not find the largest eigenpair."""
+    failed = native.largest_of_pair(A, M, None, True, False)[0].failed
+    return 0 if failed is None else int(failed.sum())
+
+
 def exact_pairs(A, M):
     """All eigenvalues and vectors of each pair, ascending, by SciPy."""
     found = [scipy.linalg.eigh(a, m) for a, m in zip(A.numpy(), M.numpy())]
@@ -208,8 +214,8 @@ def test_a_metric_that_is_singular_up_to_rounding_is_left_to_the_common_path(cap
     A, _ = pair(1, 3, F32)
     # The last pivot is 2⁻²³, which is positive, and rounding of the diagonal entry.
     M = torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1 + 2.0**-23]])
-    assert native.largest_of_pair(A[0], M, None, True, False) is None
-    assert native.largest_of_pair(A[0].double(), M.double(), None, True, False) is not None
+    assert failures(A[0], M) == 1
+    assert failures(A[0].double(), M.double()) == 0
     M[2, 2] = 1.0
     with pytest.raises(ValueError, match="M is not positive definite"):
         pmaf.ied(A[0], M=M)
@@ -270,7 +276,7 @@ def test_values_that_no_float_holds_take_the_common_path(caplog):
     A, M = pair(1, 3, F32)
     pmaf.ied(1e30 * A[0], M=1e-6 * M[0])
     assert ways(caplog) == COMPILED
-    assert native.largest_of_pair(1e30 * A, 1e-20 * M, None, True, False) is None
+    assert failures(1e30 * A, 1e-20 * M) == 1
 
 
 def test_transposed_and_strided_inputs():
@@ -306,3 +312,83 @@ def test_other_pairs_take_the_common_path(caplog):
         assert ways(caplog) & COMPILED == set()
     pmaf.ied(A, 3, M=M)  # half of all
     assert ways(caplog) & COMPILED == set()
+
+
+def both_passes(A, M, v, d, second):
+    """Eigenpairs, and gradients of a loss in both matrices, or those of a loss of the gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in (A, M)]
+    values, vectors = pmaf.ied(leaves[0], M=leaves[1])
+    loss = (vectors * v.conj()).sum().real + (values * d).sum()
+    found = torch.autograd.grad(loss, leaves, create_graph=second)
+    if second:
+        squares = sum(x.abs().square().sum() for x in found)
+        found = torch.autograd.grad(squares, leaves)
+    return values.detach(), vectors.detach(), *found
+
+
+def graph_pairs(batch, n, dtype):
+    """Laplacians of random graphs and their degrees, and entries without edges among them."""
+    g = torch.Generator().manual_seed(0)
+    W = (torch.rand(batch, n, n, generator=g) < 0.5).triu(1)
+    W[::100] = False
+    W[50::100] = torch.ones(n, n).triu(1) > 0
+    W = (W | W.mT).to(dtype)
+    degrees = W.sum(-1)
+    return torch.diag_embed(degrees) - W, torch.diag_embed(degrees + 1)
+
+
+def assert_alone(found, given, i, second=False):
+    """Entry i has the results that it has in a batch of copies of itself, up to rounding."""
+    copies = [x[i].expand(4, *x.shape[1:]) for x in given]
+    for x, y in zip(found, both_passes(*copies, second), strict=True):
+        size = 1 + float(y[0].abs().max())
+        bound = 256 * torch.finfo(x.dtype).eps * size  # sums of at most 12² products
+        torch.testing.assert_close(x[i], y[0], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_repeated_eigenvalues_in_some_entries_stay_in_the_kernels(dtype, caplog):
+    """Of graphs without edges, and of complete ones, the largest eigenvalue repeats."""
+    g = torch.Generator().manual_seed(1)
+    A, M = graph_pairs(1000, 4, dtype)
+    given = A, M, torch.randn(1000, 4, generator=g, dtype=dtype), torch.randn(1000, generator=g)
+    caplog.set_level("DEBUG", logger="pmaf")
+    whole = both_passes(*given, second=False)
+    assert ways(caplog) == COMPILED | GRADIENT
+    for i in (0, 1, 49, 50, 51, 999):
+        assert_alone(whole, given, i)
+    # Without edges there is no derivative of y, and that of λ is yyᵀ.
+    y, d = whole[1][0], given[3][0]
+    torch.testing.assert_close(whole[2][0], (d * torch.outer(y, y)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F64, C128], ids=str)
+def test_gradients_in_which_the_kernels_fail_take_the_common_path_alone(dtype, caplog):
+    """A multiple of the metric has more equal eigenvalues than there is room for null vectors."""
+    n, hard = 12, [3, 500, 998]
+    g = torch.Generator().manual_seed(1)
+    A, M = pair(1000, n, dtype)
+    A[hard], M[hard] = 2 * torch.eye(n, dtype=dtype), torch.eye(n, dtype=dtype)
+    given = A, M, torch.randn(1000, n, generator=g, dtype=dtype), torch.randn(1000, generator=g)
+    caplog.set_level("DEBUG", logger="pmaf")
+    whole = both_passes(*given, second=False)
+    assert COMPILED | GRADIENT | {"tangent: common path for some"} <= ways(caplog)
+    for i in (2, 4, 501, 997, *hard):
+        assert_alone(whole, given, i)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_vectors_that_the_kernels_do_not_find_take_the_common_path_alone(second, caplog):
+    """The sum of (1, −1, 0)/√2, which is an eigenvector of two entries, has no phase."""
+    g = torch.Generator().manual_seed(1)
+    A, M = pair(1000, 3, C128)
+    A[[7, 800]] = torch.tensor([[1, -2, 0], [-2, 1, 0], [0, 0, 0]], dtype=C128)
+    M[[7, 800]] = torch.eye(3, dtype=C128)
+    given = A, M, torch.randn(1000, 3, generator=g, dtype=C128), torch.randn(1000, generator=g)
+    caplog.set_level("DEBUG", logger="pmaf")
+    whole = both_passes(*given, second)
+    taken = ways(caplog)
+    assert COMPILED | {"pairs: common path for some"} <= taken
+    assert (taken >= GRADIENT) == (not second)
+    for i in (6, 7, 8, 800, 801):
+        assert_alone(whole, given, i, second)

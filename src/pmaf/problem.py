@@ -22,6 +22,7 @@ from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
 from pmaf.linalg.roundings import OutOfRangeError
+from pmaf.native import Gradients
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
@@ -338,7 +339,7 @@ class Problem(Named):
         conditions = self.conditions(given.tensors, given.y, state)
         return conditions.gradients(given.rule, given.v, given.d_multiplier, given.needs)
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> Gradients | None:
         """The result of `gradients` by compiled kernels, None where there are none for it."""
         return None
 

@@ -9,6 +9,7 @@ solver is called directly, because the dispatch of an operator takes time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.linalg.roundings import OutOfRangeError
+from pmaf.native import Gradients
+from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.text import decode, encode
 from pmaf.runtime.threads import OneThread
@@ -234,8 +237,9 @@ class Solve(torch.autograd.Function):
         if ctx.compiled and not torch.is_grad_enabled():
             incoming = d_multiplier if v is None else v
             if incoming is not None and plain(incoming):
-                found = problem.first_gradients(given)
-                if found is not None:
+                compiled = problem.first_gradients(given)
+                if compiled is not None:
+                    found = _completed(problem, given, compiled)
                     return *found, *(None,) * (9 - len(found))
         with full_precision(first.device), OneThread(first):
             found = problem.gradients(given)
@@ -244,6 +248,20 @@ class Solve(torch.autograd.Function):
             for dx, x in zip(found, tensors)
         )
         return *(*summed, None)[:2], *(None,) * 7
+
+
+def _completed(problem: Any, given: Reverse, found: Gradients) -> tuple[Tensor | None, ...]:
+    """The gradients of kernels, and those of the common path for entries in which they failed."""
+    gradients, failed = found
+    if failed is not None:
+        took("tangent: common path for some")
+        first = given.tensors[0]
+        with full_precision(first.device), OneThread(first):
+            others = problem.gradients(given.entries(failed))
+        for whole, part in zip(gradients, others):
+            if whole is not None:
+                whole[failed] = part
+    return gradients
 
 
 class Found(torch.autograd.Function):
@@ -275,14 +293,18 @@ class Found(torch.autograd.Function):
             return (None,) * 5
         tensors, problem = _given(first, second), ctx.problem
         needs = ctx.needs_input_grad[: len(tensors)]
-        found = None
+        if problem.vectors:
+            y, v = y.mT, None if v is None else v.mT
+        compiled = None
         if not torch.is_grad_enabled() and plain(incoming):
-            found = problem.differentiate(tensors, y, kept, v, d_multiplier, needs)
-        if found is None:
-            if problem.vectors:
-                y, v = y.mT, None if v is None else v.mT
-            state = problem.state_of(multiplier, kept)
-            given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
+            compiled = problem.differentiate(tensors, y, kept, v, d_multiplier, needs)
+            if compiled.failed is None:
+                return *(*compiled.tensors, None)[:2], None, None, None
+        state = problem.state_of(multiplier, kept)
+        given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
+        if compiled is not None:
+            found = _completed(problem, given, compiled)
+        else:
             with full_precision(first.device):
                 found = problem.gradients(given)
         return *(*found, None)[:2], None, None, None
@@ -293,6 +315,28 @@ class Found(torch.autograd.Function):
 # decomposition of a small matrix. So these are the methods of the base class of `Function`.
 _apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
 attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
+
+
+def attach_some(
+    tensors: tuple[Tensor, Tensor | None],
+    found: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, ...],
+    problem: Any,
+    failed: Tensor,
+    solve: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """The same where kernels have failed in some entries, which `solve` finds, differentiably."""
+    good = ~failed
+    first, second = (None if x is None else x[good] for x in tensors)
+    parts = tuple(x[good] for x in found)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        parts = attach_found(first, second, parts, tuple(x[good] for x in kept), problem)
+    others = solve(*(x[failed] for x in _given(*tensors)))
+    vectors, values = (
+        whole.index_put((good,), part).index_put((failed,), other)
+        for whole, part, other in zip(found, parts, others)
+    )
+    return vectors, values
 
 
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:

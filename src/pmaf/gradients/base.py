@@ -87,3 +87,16 @@ class Reverse(NamedTuple):
             v=None if v is None else v.unsqueeze(-2),
             d_multiplier=None if d is None else d.unsqueeze(-1),
         )
+
+    def entries(self, mask: Tensor) -> Reverse:
+        """The batch entries `(*,)` of the mask, as leaves of another graph."""
+        state, v, d = self.state, self.v, self.d_multiplier
+        kind: Any = type(state.kept)
+        kept = kind(*(None if x is None else x[mask] for x in state.kept))
+        return self._replace(
+            tensors=tuple(x[mask].requires_grad_(x.requires_grad) for x in self.tensors),
+            y=self.y[mask],
+            state=State(state.shift[mask], state.gap[mask], kept),
+            v=None if v is None else v[mask],
+            d_multiplier=None if d is None else d[mask],
+        )

@@ -11,6 +11,7 @@ division by the differences of the eigenvalues.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
-from pmaf.autograd.attach import attach_found
+from pmaf.autograd.attach import attach_found, attach_some
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
@@ -28,13 +29,13 @@ from pmaf.gradients.eigenvectors import (
     symmetric_product,
     without,
 )
-from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors, unposed
+from pmaf.layers.eigenvectors import Eigenpairs, solve_commonly, unposed
 from pmaf.layers.pairs import Pair, refuse_metric
 from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
-from pmaf.solvers import Auto, Solver
+from pmaf.solvers import Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.kept import NOTHING, Congruence, Nothing
@@ -59,7 +60,7 @@ class PairedEigenvectors(Pair):
         # Eigenvalues are proportional to A; in M they are of degree −1.
         return self.changed(A=self.matrix / unit[..., None, None])
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         return None
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
@@ -124,9 +125,8 @@ class PairedEigenvectors(Pair):
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
+    ) -> native.Gradients:
         took("pairs: compiled gradient")
-        v = v.mT if v is not None and self.vectors else v
         reduced = native.Reduced(*kept)
         dtype = tensors[0].dtype
         return native.pair_gradients(reduced, v, d_multiplier, dtype, self.largest, needs)
@@ -142,12 +142,9 @@ class HermitianPair(PairedEigenvectors):
         wanted = [x for x, need in zip(given.tensors, needs) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            problem = PrincipalEigenvectors(
-                A, self.k, self.largest, descending=self.descending, M=M
-            )
-            found = problem.run(Auto(), given.rule, report=False)
-            rows = found.value if self.k is None else found.value.mT
-            both = ((rows, given.v), (found.multiplier, given.d_multiplier))
+            vectors, values = solve_commonly(A, M, k=self.k, largest=self.largest)
+            rows = vectors if self.k is None else vectors.mT
+            both = ((rows, given.v), (values, given.d_multiplier))
             outputs, incoming = zip(*((x, dx) for x, dx in both if dx is not None))
             gradients = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
         left = iter(gradients)
@@ -167,15 +164,29 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
     if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
         return None
     recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
-    found = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
-    if found is None:
+    found, kept = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
+    values, vectors, failed = found
+    if failed is not None and (
+        bool(failed.all()) or not _are_proper(A.detach(), M.detach(), failed)
+    ):
         return None
     took("pairs: compiled")
-    values, vectors, kept = found
-    if recorded:
-        kind = HermitianPair if A.is_complex() else PairedEigenvectors
-        vectors, values = attach_found(A, M, (vectors, values), kept, unposed(kind, k, largest))
+    problem = unposed(HermitianPair if A.is_complex() else PairedEigenvectors, k, largest)
+    if failed is not None:
+        took("pairs: common path for some")
+        solve = functools.partial(solve_commonly, k=k, largest=largest)
+        both = (A, M), (vectors, values)
+        vectors, values = attach_some(*both, kept or (), problem, failed, solve)
+    elif recorded:
+        vectors, values = attach_found(A, M, (vectors, values), kept, problem)
     return Eigenpairs(values, vectors)
+
+
+def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:
+    """Whether these entries are finite, and positive definite in `M`."""
+    A, M = A[mask], M[mask]
+    finite = bool(A.isfinite().all()) and bool(M.isfinite().all())
+    return finite and not bool(cholesky(0.5 * (M + M.mH))[1].any())
 
 
 def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:

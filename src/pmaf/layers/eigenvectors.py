@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pmaf import errors, native
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
+from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, eigenvector_gradients
 from pmaf.gradients.eigenvectors import (
@@ -32,7 +33,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Reduction, Solver
+from pmaf.solvers import Auto, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -249,16 +250,15 @@ class PrincipalEigenvectors(Problem):
             self, value
         )
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         (A,), k = given.tensors, self.width
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
         free = isinstance(given.state.kept, Nothing)
         if not (free and small and self.symmetric and native.takes(A)):
             return None
         took("tangent: compiled")
-        y, v, d_multiplier = given.y.contiguous(), given.v, given.d_multiplier
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest, columns=False)
-        return None if dA is None else (dA,)
+        y, v, d_multiplier = given.y, given.v, given.d_multiplier
+        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
 
     def differentiate(
         self,
@@ -268,12 +268,11 @@ class PrincipalEigenvectors(Problem):
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        """Gradients by the kernels that have found `y`, as columns; None where they fail."""
+    ) -> native.Gradients:
+        """Gradients by the kernels that have found `y`."""
         took("tangent: compiled")
-        (A,), k, largest = tensors, self.width, self.largest
-        dA = native.eigenvector_gradient(A, y, k, v, d_multiplier, largest, columns=True)
-        return None if dA is None else (dA,)
+        (A,), k = tensors, self.width
+        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -441,6 +440,15 @@ _COMPILED_VECTORS = 32
 
 
 @functools.lru_cache(maxsize=64)
+def solve_commonly(
+    A: Tensor, M: Tensor | None = None, *, k: int | None, largest: bool
+) -> tuple[Tensor, Tensor]:
+    """Vectors and values of a default call, by the common path."""
+    problem = PrincipalEigenvectors(A, k, largest, descending=largest, M=M)
+    found = problem.run(Auto(), Implicit(), report=False)
+    return found.value, found.multiplier
+
+
 def unposed(kind: type[PrincipalEigenvectors], k: int | None, largest: bool) -> Any:
     """The problem of a default call, without its matrices."""
     options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}

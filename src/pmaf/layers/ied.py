@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.autograd.attach import attach_found
+from pmaf.autograd.attach import attach_found, attach_some
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.dense_pairs import small_pair
-from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors, unposed
+from pmaf.layers.eigenvectors import (
+    Eigenpairs,
+    PrincipalEigenvectors,
+    solve_commonly,
+    unposed,
+)
 from pmaf.layers.hermitian import HermitianEigenvectors
 from pmaf.operators.base import Operator
 from pmaf.runtime.log import took
@@ -27,7 +34,8 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
 
     It calls the kernels that `Reduction` calls; the backward pass is the common one. Returns None
     where the common forward pass is needed: for other tensors, and for entries that the kernels do
-    not solve, that are not finite, or whose phase is not determined.
+    not solve, or that are not finite. Complex entries whose phase is not determined take the common
+    path by themselves, which embeds them in matrices of twice the size.
     """
     shape, hermitian = A.shape, A.is_complex()
     square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
@@ -35,11 +43,17 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
         return None
     given = A.detach() if hermitian else A
     values, vectors, failed = native.largest_pairs(given, k, largest, columns=True)
-    if failed is not None:
+    if failed is not None and (
+        not hermitian or bool(failed.all()) or not bool(given[failed].isfinite().all())
+    ):
         return None
     took("ied: complex reduction" if hermitian else "ied: reduction")
-    if A.requires_grad and torch.is_grad_enabled():
-        problem = unposed(HermitianEigenvectors if hermitian else PrincipalEigenvectors, k, largest)
+    problem = unposed(HermitianEigenvectors if hermitian else PrincipalEigenvectors, k, largest)
+    if failed is not None:
+        took("ied: common path for some")
+        solve = functools.partial(solve_commonly, k=k, largest=largest)
+        vectors, values = attach_some((A, None), (vectors, values), (), problem, failed, solve)
+    elif A.requires_grad and torch.is_grad_enabled():
         vectors, values = attach_found(A, None, (vectors, values), (), problem)
     return Eigenpairs(values, vectors)
 

@@ -174,8 +174,8 @@ class SphereLeastSquares(Problem):
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
-    ) -> tuple[Tensor | None, ...] | None:
-        """Gradients by the kernels that have found `y`; None where they fail."""
+    ) -> native.Gradients:
+        """Gradients by the kernels that have found `y`."""
         assert v is not None
         took("tangent: compiled")
         exact, gram = kept
@@ -185,7 +185,7 @@ class SphereLeastSquares(Problem):
         exact = Exact(*kept)
         return super().state_of(multiplier, kept)._replace(kept=exact)
 
-    def first_gradients(self, given: Reverse) -> tuple[Tensor | None, ...] | None:
+    def first_gradients(self, given: Reverse) -> native.Gradients | None:
         (A, b), kept, v = given.tensors, given.state.kept, given.v
         alike = A.shape[:-2] == b.shape[:-1]
         if not (isinstance(kept, Exact) and given.d_multiplier is None and alike):

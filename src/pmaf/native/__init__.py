@@ -21,13 +21,13 @@ from torch import Tensor
 from pmaf.linalg.roundings import merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 3
+_VERSION = 4
 # The types of their arguments, a letter each.
 _FUNCTIONS = {
     "pmaf_ied_forward": "pliiidpdpppi",
     "pmaf_ied_backward": "pppppliiiiddppi",
     "pmaf_pair_forward": "ppliiidpddppppppi",
-    "pmaf_pair_backward": "pppppliiiddppi",
+    "pmaf_pair_backward": "pppppliiiddpppi",
     "pmaf_less_forward": "ppliippppppi",
     "pmaf_less_backward": "ppppppliipppi",
 }
@@ -95,20 +95,23 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool 
     n, count = A.shape[-1], A.numel() // A.shape[-1] ** 2
     values, vectors = _empty_pairs(A, k, columns)
     second, tolerance = _second(n, A.dtype)
-    # Straight down, without functions in between: for one small matrix these take most time.
     start = A.data_ptr(), count, n, k or 1, _KINDS[A.dtype], 1.0 if largest else -1.0
     start += second, tolerance, values.data_ptr(), vectors.data_ptr()
+    failed = _call(_library.pmaf_ied_forward, start, A, count)
+    return Pairs(values, vectors, failed)
+
+
+def _call(function: Any, arguments: tuple[Any, ...], A: Tensor, count: int) -> Tensor | None:
+    """Call a kernel on `count` matrices, and return where it failed, None if it did nowhere."""
     threads = torch.get_num_threads()
     # A failure is rare, and a few matrices are solved twice faster than the mask is made.
     failed = _mask(A) if count > _FEW else None
-    if not _library.pmaf_ied_forward(
-        *start, None if failed is None else failed.data_ptr(), threads
-    ):
-        return Pairs(values, vectors, None)
+    if not function(*arguments, None if failed is None else failed.data_ptr(), threads):
+        return None
     if failed is None:
         failed = _mask(A)
-        _library.pmaf_ied_forward(*start, failed.data_ptr(), threads)
-    return Pairs(values, vectors, failed)
+        function(*arguments, failed.data_ptr(), threads)
+    return failed
 
 
 def _empty_pairs(A: Tensor, k: int | None, columns: bool) -> tuple[Tensor, Tensor]:
@@ -138,14 +141,13 @@ class Reduced(NamedTuple):
 
 def largest_of_pair(
     A: Tensor, M: Tensor, k: int | None, largest: bool, keep: bool
-) -> tuple[Tensor, Tensor, Reduced | None] | None:
+) -> tuple[Pairs, Reduced | None]:
     """The k largest eigenpairs of `Ay = λMy`, `yᴴMy = 1`, as columns, and what to keep.
 
-    Both matrices are `(*, n, n)`. Returns None if an entry has failed, also because `M` may not be
-    positive definite.
+    Both matrices are `(*, n, n)`. An entry also fails if `M` may not be positive definite.
     """
     A, M = _laid_out(A), _laid_out(M)
-    n, dtype = A.shape[-1], A.dtype
+    n, dtype, count = A.shape[-1], A.dtype, A.numel() // A.shape[-1] ** 2
     values, vectors = _empty_pairs(A, k, columns=True)
     kept = None
     if keep:
@@ -153,10 +155,10 @@ def largest_of_pair(
         C, factor = (A.new_empty(A.shape, dtype=wide) for _ in range(2))
         kept = Reduced(C, factor, A.new_empty((*A.shape[:-2], k or 1, n), dtype=wide))
     second, tolerance = _second(n, dtype)
-    failed = _library.pmaf_pair_forward(
+    arguments = (
         A.data_ptr(),
         M.data_ptr(),
-        A.numel() // n**2,
+        count,
         n,
         k or 1,
         _KINDS[dtype],
@@ -167,10 +169,16 @@ def largest_of_pair(
         values.data_ptr(),
         vectors.data_ptr(),
         *((x.data_ptr() for x in kept) if kept else (None, None, None)),
-        None,
-        torch.get_num_threads(),
     )
-    return None if failed else (values, vectors, kept)
+    failed = _call(_library.pmaf_pair_forward, arguments, A, count)
+    return Pairs(values, vectors, failed), kept
+
+
+class Gradients(NamedTuple):
+    """The gradients of the inputs that need one; where `failed`, another way has to be taken."""
+
+    tensors: tuple[Tensor | None, ...]
+    failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
 def pair_gradients(
@@ -180,8 +188,8 @@ def pair_gradients(
     dtype: torch.dtype,
     largest: bool,
     needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None] | None:
-    """The gradients of `A` and `M` where they are needed; None if it failed.
+) -> Gradients:
+    """The gradients of `A` and `M` where they are needed.
 
     `v` is `(*, k, n)`, `d_values` is `(*, k)`, given for `A` and `M` of `dtype`.
     """
@@ -189,19 +197,20 @@ def pair_gradients(
     n = C.shape[-1]
     v, d = (None if x is None else _plain(x) for x in (v, d_values))
     dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
-    failed = _library.pmaf_pair_backward(
+    count = C.numel() // n**2
+    arguments = (
         *(x.data_ptr() for x in kept),
         *(None if x is None else x.data_ptr() for x in (v, d)),
-        C.numel() // n**2,
+        count,
         n,
         kept.x.shape[-2],
         _KINDS[dtype],
         1.0 if largest else -1.0,
         _EQUAL[dtype],
         *(None if x is None else x.data_ptr() for x in (dA, dM)),
-        torch.get_num_threads(),
     )
-    return None if failed else (dA, dM)
+    failed = _call(_library.pmaf_pair_backward, arguments, C, count)
+    return Gradients((dA, dM), failed)
 
 
 def eigenvector_gradient(
@@ -211,26 +220,25 @@ def eigenvector_gradient(
     v: Tensor | None,
     d_values: Tensor | None,
     largest: bool = True,
-    columns: bool = False,
-) -> Tensor | None:
-    """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs; None if it failed.
+) -> Gradients:
+    """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs.
 
-    `y` and `v` are `(*, k, n)`, or as columns `(*, n, k)`; `d_values` is `(*, k)`. The sum of a
-    complex vector is positive.
+    `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
+    vector is positive.
     """
-    if columns and y.dim() == A.dim():
-        y, v = y.mT, None if v is None else v.mT
     A = _laid_out(A)
     result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
+    y = y if y.is_contiguous() and not y.is_conj() else _plain(y)
     v = v if v is None or (v.is_contiguous() and not v.is_conj()) else _plain(v)
     d = d_values if d_values is None or d_values.is_contiguous() else d_values.contiguous()
-    failed = _library.pmaf_ied_backward(
+    count = A.numel() // (n * n)
+    arguments = (
         A.data_ptr(),
         y.data_ptr(),
         None if v is None else v.data_ptr(),
         None,
         None if d is None else d.data_ptr(),
-        A.numel() // (n * n),
+        count,
         n,
         k,
         k,
@@ -238,10 +246,8 @@ def eigenvector_gradient(
         1.0 if largest else -1.0,
         _EQUAL[dtype],
         result.data_ptr(),
-        None,
-        torch.get_num_threads(),
     )
-    return None if failed else result
+    return Gradients((result,), _call(_library.pmaf_ied_backward, arguments, A, count))
 
 
 def complement_solve(
@@ -252,15 +258,15 @@ def complement_solve(
     `y` is `(*, k, n)`, `v` is `(*, p, n)`, `shift` is `(*, p)`.
     """
     A, y, v, shift = _laid_out(A), y.contiguous(), v.contiguous(), shift.contiguous()
-    result, failed = torch.empty_like(v), torch.empty(A.shape[:-2], dtype=torch.bool, device="cpu")
-    n = A.shape[-1]
-    many = _library.pmaf_ied_backward(
+    result, n = torch.empty_like(v), A.shape[-1]
+    count = A.numel() // (n * n)
+    arguments = (
         A.data_ptr(),
         y.data_ptr(),
         v.data_ptr(),
         shift.data_ptr(),
         None,
-        A.numel() // (n * n),
+        count,
         n,
         y.shape[-2],
         v.shape[-2],
@@ -268,10 +274,8 @@ def complement_solve(
         1.0,
         _EQUAL[A.dtype],
         result.data_ptr(),
-        failed.data_ptr(),
-        torch.get_num_threads(),
     )
-    return result, failed if many else None
+    return result, _call(_library.pmaf_ied_backward, arguments, A, count)
 
 
 class Minimum(NamedTuple):
@@ -294,8 +298,7 @@ def least_squares(A: Tensor, b: Tensor) -> Minimum:
     # At most half of the memory of A.
     keep = 4 * p <= max(m, n)
     gram = A.new_empty((*batch, p, p), dtype=torch.float64) if keep else None
-    failed = torch.empty(batch, dtype=torch.bool, device="cpu")
-    many = _library.pmaf_less_forward(
+    arguments = (
         A.data_ptr(),
         b.data_ptr(),
         batch.numel(),
@@ -306,10 +309,9 @@ def least_squares(A: Tensor, b: Tensor) -> Minimum:
         multiplier.data_ptr(),
         gap.data_ptr(),
         None if gram is None else gram.data_ptr(),
-        failed.data_ptr(),
-        torch.get_num_threads(),
     )
-    return Minimum(u, multiplier, gap, gram, failed if many else None)
+    failed = _call(_library.pmaf_less_forward, arguments, A, batch.numel())
+    return Minimum(u, multiplier, gap, gram, failed)
 
 
 def least_squares_gradient(
@@ -320,13 +322,13 @@ def least_squares_gradient(
     multiplier: Tensor,
     gram: Tensor | None,
     needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None] | None:
-    """The gradients of `A` and `b` where they are needed, given that of `u`; None if it failed."""
+) -> Gradients:
+    """The gradients of `A` and `b` where they are needed, given that of `u`."""
     A, b, u, v = (x.contiguous() for x in (A, b, u, v))
     m, n = A.shape[-2:]
     count = A.numel() // (m * n)
     dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
-    many = _library.pmaf_less_backward(
+    arguments = (
         A.data_ptr(),
         b.data_ptr(),
         u.data_ptr(),
@@ -338,10 +340,8 @@ def least_squares_gradient(
         n,
         None if dA is None else dA.data_ptr(),
         None if db is None else db.data_ptr(),
-        None,
-        torch.get_num_threads(),
     )
-    return None if many else (dA, db)
+    return Gradients((dA, db), _call(_library.pmaf_less_backward, arguments, A, count))
 
 
 def _laid_out(A: Tensor) -> Tensor:

@@ -6,8 +6,6 @@
 namespace pmaf {
 namespace {
 
-typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
 // Matrices (m, n) of float, one in each lane. Unused lanes repeat the first matrix.
 template <class R> struct Wrapped {
   const float *A;
@@ -19,11 +17,7 @@ template <class R> struct Wrapped {
   }
   void interleave() {
     if (!space(m, n)) copy = nullptr;
-    if (!copy) return;
-    for (int l = 0; l < Kind<R>::lanes; ++l) {
-      const float *x = A + (long)(l < filled ? l : 0) * m * n;
-      for (int i = 0; i < m * n; ++i) ((double *)copy)[(long)i * Kind<R>::lanes + l] = x[i];
-    }
+    if (copy) load_row(A, (long)m * n, filled, m * n, copy);
   }
   R at(int i, int j) const {
     if (copy) return copy[i * n + j];
@@ -44,6 +38,7 @@ template <class R> struct Wrapped {
                 *(const Unaligned *)(x + j);
       sum = total(sums);
     }
+    if (copy) return dot(copy + (long)i * n, x, n);
     for (; j < n; ++j) sum += at(i, j) * x[j];
     return sum;
   }
@@ -56,6 +51,7 @@ template <class R> struct Wrapped {
       for (; j + WIDTH <= n; j += WIDTH)
         *(Unaligned *)(y + j) += f * __builtin_convertvector(*(const Halves *)(row + j), Lanes);
     }
+    if (copy) return add(y, factor, copy + (long)i * n, n);
     for (; j < n; ++j) y[j] += at(i, j) * factor;
   }
   // image ← Ax

@@ -74,18 +74,19 @@ template <class S, class F>
 inline typename S::Number load(const F *A, int n, int filled, double sign,
                                typename S::Number *a) {
   using R = typename S::Number;
-  const int stride = S::stride_of(n);
-  for (int i = 0; i < n; ++i) {
-    if constexpr (S::along_rows)  // rows end in zeros
-      for (int j = vectors_before(n) * WIDTH * S::parts; j < stride; ++j) a[i * stride + j] = 0;
-  }
-  for (int i = 0; i < n; ++i)
-    load_entries<S, F>(A + (long)i * n * S::parts, (long)n * n, filled, n, a + i * stride);
   R largest;
-  if constexpr (S::along_rows)
+  if constexpr (S::along_rows) {
+    const int stride = S::stride_of(n);
+    for (int i = 0; i < n; ++i) {
+      R *row = a + i * stride;
+      for (int j = vectors_before(n) * WIDTH * S::parts; j < stride; ++j) row[j] = 0;  // at the end
+      load_entries<S>(A + (long)i * n * S::parts, 0, 1, n, row);
+    }
     largest = symmetrise_rows<typename S::Entry>(a, n, stride);
-  else
+  } else {
+    load_entries<S>(A, (long)n * n, filled, n * n, a);
     largest = symmetrise((typename S::Entry *)a, n);
+  }
   return divide<S>(a, n, sign, largest);
 }
 
@@ -229,17 +230,6 @@ template <class F, class R> inline MaskOf<R> fits(R x) {
   return size_of(x) <= all_of<R>(most);
 }
 
-template <class R>
-inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
-  long many = 0;
-  for (int l = 0; l < Kind<R>::lanes && l < filled; ++l) {
-    const bool bad = !is_set(good, l);
-    if (failed) failed[first + l] = bad;
-    many += bad;
-  }
-  return many;
-}
-
 template <class S, class F>
 inline long find_pairs(const Forward &p, long first, int filled, typename S::Number *space) {
   using R = typename S::Number;
@@ -292,17 +282,18 @@ template <class S> inline long backward_space(int n, int k, int rows, bool pair)
 }
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
-// at most √n, of others from products with a vector without structure. `image` holds 2·stride numbers.
+// at most √n, of others from products with a vector without structure; one for a matrix of zeros.
+// `image` holds 2·stride numbers.
 template <class S>
 inline typename S::Number norm_of(const typename S::Number *a, int n, typename S::Number *probe,
                                   typename S::Number *image) {
   using R = typename S::Number;
   const int stride = S::stride_of(n);
-  const R one = all_of<R>(1), least = all_of<R>(1e-200);
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R size = none;
   if constexpr (!S::along_rows) {
-    return larger(root(dot(a, a, n * stride) * all_of<R>(1.0 / n)), least);
+    size = root(dot(a, a, n * stride) * all_of<R>(1.0 / n));
   } else {
-    R size = least;
     for (int i = 0; i < n; ++i) probe[S::place(i, 0)] = 1 + 0.5 * ((i * 7919) % 13 - 6.0) / 6;
     for (int step = 0; step < 2; ++step) {
       scale<S>(probe, one / root(square<S>(probe, n)), n);
@@ -310,10 +301,10 @@ inline typename S::Number norm_of(const typename S::Number *a, int n, typename S
       size = larger(size, root(square<S>(image, n)));
       for (int i = 0; i < n; ++i)
         for (int part = 0; part < S::parts; ++part)
-          probe[S::place(i, part)] = image[S::place(i, part)] + least;
+          probe[S::place(i, part)] = image[S::place(i, part)] + 1e-200;
     }
-    return size;
   }
+  return choose(size == none, one, size);
 }
 
 // Row r of Σ zyᴴ + yzᴴ, over the rows of z and y.
@@ -354,7 +345,8 @@ inline long solve_complement(const Backward &p, long first, int filled,
   const long start = first * n * n * S::parts;
   const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
                       : load<S, F>((const F *)p.A + start, n, filled, p.sign, a);
-  for (int i = 0; i < (k + rows + NULLS + 7) * stride; ++i) inverse[i] = none;
+  // Vectors along rows end in zeros, and without v, z is zero.
+  for (R *x = S::along_rows ? inverse : z; x < null; ++x) *x = none;
   if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);
   for (int j = 0; j < k; ++j) {
     const long from = (first * k + j) * n * S::parts;
@@ -405,7 +397,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
   // products of v and y does not matter for one matrix, and a difference below rounding of v counts as
   // zero: for a function of the span it is zero, and two eigenvalues may be close.
   const bool coupled = p.v && !p.shift && k > 1;
-  for (int j = 0; j < k && p.v && !p.shift; ++j)
+  for (int j = 0; j < k && (coupled || (p.v && p.d_metric)); ++j)
     for (int i = 0; i <= j; ++i) {
       const R *v = z + j * stride, *w = z + i * stride, half = all_of<R>(0.5);
       const X up = S::dot(y + i * stride, v, n), down = conjugate(S::dot(y + j * stride, w, n));
@@ -460,7 +452,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       S::solve(K, n, stride, inverse, again);
       clear(again);
       const R growth = square<S>(again, n), length = square<S>(row, n);
-      const MaskOf<R> singular = negate(growth * equal * equal <= length);
+      const MaskOf<R> singular = both(good, negate(growth * equal * equal <= length));
       if (!any(singular)) break;
       if (nulls == NULLS) {
         good = both(good, negate(singular));
@@ -496,13 +488,14 @@ inline long solve_complement(const Backward &p, long first, int filled,
     }
   }
   const auto store = [&](void *result) {
-    for (int r = 0; r < n && result; ++r) {
-      row_of_product<S>(r, n, k, z, y, image);
-      store_entries<S, F>(image, one, (long)n * n, filled, n,
-                          (F *)result + (first * n + r) * n * S::parts);
+    F *to = (F *)result + start;
+    for (int r = 0; r < n; ++r) {
+      row_of_product<S>(r, n, k, z, y, S::along_rows ? image : K + r * stride);
+      if constexpr (S::along_rows) store_entries<S>(image, one, 0, 1, n, to + r * n * S::parts);
     }
+    if constexpr (!S::along_rows) store_entries<S>(K, one, (long)n * n, filled, n * n, to);
   };
-  store(p.result);
+  if (p.result) store(p.result);
   if (p.d_metric) {
     for (int j = 0; j < k; ++j) {
       scale<S>(z + j * stride, -values[j] * unit * all_of<R>(p.sign), n);

@@ -86,10 +86,8 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   A.interleave();
   load_row<R, float>(problem.b + from * m, m, filled, m, b);
   gram<S>(A, stride, G, panel);
-  for (int l = 0; l < lanes && l < filled && problem.gram; ++l)
-    for (int i = 0; i < p; ++i)
-      for (int j = 0; j < p; ++j)
-        problem.gram[((from + l) * p + i) * p + j] = ((const double *)G)[(i * stride + j) * lanes + l];
+  for (int i = 0; i < p && problem.gram; ++i)
+    store_row(G + i * stride, one, (long)p * p, filled, p, problem.gram + (from * p + i) * p);
   for (int i = 0; i < stride; ++i) c[i] = x[i] = w[i] = image[i] = lowest[i] = none;
   // In these units the largest entry of the matrix is about one.
   R largest = none;
@@ -103,11 +101,8 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   else
     for (int i = 0; i < m; ++i) c[i] = b[i];
   const R length = root(dot(b, b, m));
-  R pull_scale = over;  // of Aᵀb, in units of AᵀA
-  if (tall)
-    for (int i = 0; i < p; ++i) c[i] *= pull_scale;
-  else
-    for (int i = 0; i < p; ++i) c[i] *= root(over);
+  const R pull_unit = tall ? over : root(over);  // Aᵀb in units of AᵀA, or b in those of A
+  for (int i = 0; i < p; ++i) c[i] *= pull_unit;
   S::reduce(G, p, stride, d, e, tau, work);
   S::turn(G, p, stride, tau, c);
   Tridiagonal<R> t{p, d, e, e2, {}, {}, {}};
@@ -244,19 +239,12 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
       good = both(good, either(negate(hard), least > none));
     }
   }
-  const R scale = one / root(dot(u, u, n));
   at = choose(at <= all_of<R>(1e-290), none, at);
-  long many = 0;
-  for (int l = 0; l < lanes && l < filled; ++l) {
-    float *to = problem.u + (from + l) * n;
-    for (int i = 0; i < n; ++i) to[i] = (float)(get(scale, l) * ((const double *)u)[i * lanes + l]);
-    problem.multiplier[from + l] = get((at - floor) * unit, l);
-    problem.gap[from + l] = get(at * unit, l);
-    const bool bad = !is_set(good, l);
-    if (problem.failed) problem.failed[from + l] = bad;
-    many += bad;
-  }
-  return many;
+  store_row(u, one / root(dot(u, u, n)), n, filled, n, problem.u + from * n);
+  const R multiplier = (at - floor) * unit, gap = at * unit;
+  store_row(&multiplier, one, 1, filled, 1, problem.multiplier + from);
+  store_row(&gap, one, 1, filled, 1, problem.gap + from);
+  return report<R>(good, from, filled, problem.failed);
 }
 
 template <class S> inline long less_backward_space(int m, int n) {
@@ -271,14 +259,13 @@ template <class S>
 inline long differentiate_minimum(const LeastSquaresBackward &problem, long from, int filled,
                                   typename S::Number *space) {
   using R = typename S::Number;
-  constexpr int lanes = Kind<R>::lanes;
   const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
   const bool tall = m >= n;
   const R one = all_of<R>(1), none = all_of<R>(0);
   R *G = space, *K = G + (long)p * stride, *panel = K + (long)p * stride,
     *inverse = panel + (long)PANEL * stride, *other = inverse + stride, *f = other + stride,
-    *g = f + stride, *h = g + stride, *b = h + stride + 8, *r = b + m + 8, *u = r + m + 8,
-    *v = u + n + 8, *z = v + n + 8, *q = z + n + 8, *w = q + n + 8, *image = w + n + 8;
+    *g = f + stride, *h = g + stride, *o = h + stride, *b = o + stride + 8, *r = b + m + 8,
+    *u = r + m + 8, *v = u + n + 8, *z = v + n + 8, *w = z + n + 8, *image = w + n + 8;
   Wrapped<R> A{problem.A + from * m * n, m, n, filled, image + m + 8};
   A.interleave();
   load_row<R, float>(problem.b + from * m, m, filled, m, b);
@@ -289,6 +276,7 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
   const R length = one / root(dot(u, u, n));
   for (int i = 0; i < n; ++i) u[i] *= length;
   orthogonal_to(v, u, n);
+  A.times(u, r);
   if (problem.gram) {
     for (int i = 0; i < p; ++i) {
       load_row<R, double>(problem.gram + (from * p + i) * p, (long)p * p, filled, p, G + i * stride);
@@ -324,62 +312,57 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
   } else {
     // With f = (AAᵀ)⁻¹Ax, the part of x in the range of Aᵀ is Aᵀf; there the inverse of AᵀA + μI gives
     // Aᵀ(AAᵀ + μI)⁻¹f. The rest is in the null space, where the inverse is 1/μ.
-    for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = none;
+    for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = h[i] = o[i] = none;
     for (int i = 0; i < p * stride; ++i) K[i] = G[i];
     for (int i = 0; i < p; ++i) K[i * stride + i] += mu;
     good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
     good = both(good, S::factor(K, p, stride, other, all_of<R>(EPS * EPS) * size));
     const MaskOf<R> unique = mu > least * size;
-    auto split = [&](R *x, R *inside) {
-      A.times(x, f);
-      S::solve(G, p, stride, inverse, f);
-      for (int i = 0; i < m; ++i) g[i] = -f[i];
-      A.add_transposed(g, x);
-      S::solve(K, p, stride, other, f);
-      for (int j = 0; j < n; ++j) inside[j] = none;
-      A.add_transposed(f, inside);
+    const auto split = [&](const R *image, R *part, R *inside) {
+      for (int i = 0; i < m; ++i) part[i] = image[i];
+      S::solve(G, p, stride, inverse, part);
+      for (int i = 0; i < m; ++i) inside[i] = part[i];
+      S::solve(K, p, stride, other, inside);
     };
-    for (int j = 0; j < n; ++j) w[j] = u[j];
-    split(v, z);  // v and w become their parts in the null space
-    split(w, q);
-    const R s_yy = dot(q, u, n), s_vy = dot(z, u, n), height = dot(w, w, n), pull = dot(v, w, n);
+    A.times(v, image);
+    split(image, f, g);
+    split(r, h, o);
+    const R s_yy = dot(o, r, m), s_vy = dot(g, r, m);
     // If u is unique it is in the range of Aᵀ. Else all solutions of Au = b with its length are as
-    // good, and z is the shortest solution of its singular system.
-    const R over = one / choose(unique, mu, one), share = pull / choose(unique, one, height);
-    const R along = choose(unique, -s_vy / s_yy, -share);
-    const R outside = choose(unique, none, (s_yy * share - s_vy) / choose(unique, one, height));
-    good = both(good, either(unique, height > least));
-    for (int j = 0; j < n; ++j)
-      z[j] += along * q[j] + choose(unique, over * v[j], outside * w[j]);
+    // good, and z is the shortest solution of its singular system, with w the part of u that is in the
+    // null space.
+    R along = -s_vy / s_yy, outside = none;
+    if (any(negate(unique))) {
+      for (int j = 0; j < n; ++j) w[j] = u[j];
+      for (int i = 0; i < m; ++i) image[i] = -h[i];
+      A.add_transposed(image, w);
+      const R height = dot(w, w, n), share = dot(v, w, n) / choose(unique, one, height);
+      good = both(good, either(unique, height > least));
+      along = choose(unique, along, -share);
+      outside = choose(unique, none, (s_yy * share - s_vy) / choose(unique, one, height));
+    } else {
+      for (int j = 0; j < n; ++j) w[j] = none;
+    }
+    const R over = choose(unique, one / choose(unique, mu, one), none);
+    for (int i = 0; i < m; ++i) image[i] = g[i] + along * o[i] - over * f[i];
+    for (int j = 0; j < n; ++j) z[j] = over * v[j] + outside * w[j];
+    A.add_transposed(image, z);
     orthogonal_to(z, u, n);
   }
   A.times(z, image);
-  A.times(u, r);
   for (int i = 0; i < m; ++i) r[i] -= b[i];
-  long many = 0;
-  for (int l = 0; l < lanes && l < filled; ++l) {
-    const bool bad = !is_set(good, l);
-    if (problem.failed) problem.failed[from + l] = bad;
-    many += bad;
-    // One lane of z and u, without gaps, so that rows of the gradient are written as vectors.
-    double *zs = (double *)v, *us = zs + n;
-    for (int j = 0; j < n && lanes > 1; ++j) {
-      zs[j] = ((const double *)z)[j * lanes + l];
-      us[j] = ((const double *)u)[j * lanes + l];
-    }
-    if (lanes == 1) zs = (double *)z, us = (double *)u;
-    const double *is = (const double *)image + l, *rs = (const double *)r + l;
-    if (problem.db)
-      for (int i = 0; i < m; ++i) problem.db[(from + l) * m + i] = (float)is[i * lanes];
-    if (!problem.dA) continue;
-    float *to = problem.dA + (from + l) * m * n;
+  if (problem.db) store_row(image, one, m, filled, m, problem.db + from * m);
+  if (problem.dA) {
+    // The copy of A is not needed any more.
+    float *to = problem.dA + from * m * n;
     for (int i = 0; i < m; ++i) {
-      const double ri = -rs[i * lanes], ii = -is[i * lanes];
-      for (int j = 0; j < n; ++j)
-        to[(long)i * n + j] = (float)(ri * zs[j] + ii * us[j]);
+      R *row = A.copy ? A.copy + (long)i * n : w;
+      for (int j = 0; j < n; ++j) row[j] = -(r[i] * z[j] + image[i] * u[j]);
+      if (!A.copy) store_row(row, one, (long)m * n, filled, n, to + (long)i * n);
     }
+    if (A.copy) store_row(A.copy, one, (long)m * n, filled, m * n, to);
   }
-  return many;
+  return report<R>(good, from, filled, problem.failed);
 }
 
 }  // namespace

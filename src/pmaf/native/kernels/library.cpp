@@ -187,7 +187,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below.
-EXPORT int pmaf_version() { return 3; }
+EXPORT int pmaf_version() { return 4; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -237,9 +237,9 @@ EXPORT long pmaf_pair_forward(const void *A, const void *M, long batch, int n, i
 EXPORT long pmaf_pair_backward(const double *matrix, const double *factor, const double *x,
                                const void *v, const void *d_values, long batch, int n, int k,
                                int kind, double sign, double equal, void *dA, void *dM,
-                               int threads) {
+                               uint8_t *failed, int threads) {
   const pmaf::Backward p{nullptr, nullptr, matrix, factor, x,     v,  nullptr, d_values, batch,
-                         n,       k,       k,      sign,   equal, dA, dM,      nullptr};
+                         n,       k,       k,      sign,   equal, dA, dM,      failed};
   return pmaf::chosen->backward[kind](p, threads);
 }
 

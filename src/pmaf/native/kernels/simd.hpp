@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX__) || defined(__SSE2__)
 #include <immintrin.h>
@@ -40,9 +41,9 @@ template <class R> using MaskOf = typename Kind<R>::Mask;
 
 inline double choose(bool m, double a, double b) { return m ? a : b; }
 inline Lanes choose(LaneMask m, Lanes a, Lanes b) {
-#if defined(__AVX2__)
-  return (Lanes)((m & (LaneMask)a) | (~m & (LaneMask)b));
-#elif defined(__SSE2__)
+#if defined(__AVX2__) && !defined(__AVX512DQ__)
+  return (Lanes)_mm256_blendv_pd((__m256d)b, (__m256d)a, (__m256d)m);
+#elif defined(__SSE2__) && !defined(__AVX2__)
   // Written out, because GCC 12 fails to compile the general form for SSE2.
   return (Lanes)_mm_or_pd(_mm_and_pd((__m128d)m, (__m128d)a), _mm_andnot_pd((__m128d)m, (__m128d)b));
 #else
@@ -107,6 +108,36 @@ inline double total(Lanes x) {
   return sum;
 #endif
 }
+
+// Exchanges the lanes of WIDTH vectors: lane l of vector i becomes lane i of vector l.
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define PMAF_SHUFFLES
+#endif
+#endif
+#ifdef PMAF_SHUFFLES
+// Blocks of `size` lanes are exchanged between x[i] and x[i + size].
+template <int size, int... l>
+inline void exchange(Lanes *x, std::integer_sequence<int, l...>) {
+  for (int i = 0; i < WIDTH; ++i) {
+    if (i & size) continue;
+    const Lanes a = x[i], b = x[i + size];
+    x[i] = __builtin_shufflevector(a, b, (l & size ? WIDTH + l - size : l)...);
+    x[i + size] = __builtin_shufflevector(a, b, (l & size ? WIDTH + l : l + size)...);
+  }
+  if constexpr (2 * size < WIDTH) exchange<2 * size>(x, std::integer_sequence<int, l...>{});
+}
+inline void transpose(Lanes *x) { exchange<1>(x, std::make_integer_sequence<int, WIDTH>{}); }
+#else
+inline void transpose(Lanes *x) {
+  for (int i = 0; i < WIDTH; ++i)
+    for (int l = 0; l < i; ++l) {
+      const double saved = x[i][l];
+      x[i][l] = x[l][i];
+      x[l][i] = saved;
+    }
+}
+#endif
 
 // A complex number, or WIDTH of them.
 template <class R> struct Complex {

@@ -155,39 +155,88 @@ template <class E> struct Rows {
 };
 using Medium = Rows<double>;
 
+typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+// WIDTH numbers next to each other.
+template <class F> struct Packed { using Type = Unaligned; };
+template <> struct Packed<float> { using Type = Halves; };
+
+// Calls body(i) for pieces of WIDTH that cover n numbers. The last may overlap with the one before.
+template <class Body> inline void by_pieces(int n, const Body &body) {
+  for (int i = 0; i + WIDTH < n; i += WIDTH) body(i);
+  body(n - WIDTH);
+}
+
+// Loads n numbers of each lane, whose numbers are `step` apart. Unused lanes repeat the first.
 template <class R, class F>
 inline void load_row(const F *x, long step, int filled, int n, R *to) {
   constexpr int lanes = Kind<R>::lanes;
-  for (int l = 0; l < lanes; ++l) {
-    const F *from = x + (l < filled ? l : 0) * step;
-    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[i];
-  }
+  const F *from[lanes];
+  for (int l = 0; l < lanes; ++l) from[l] = x + (l < filled ? l : 0) * step;
+  if constexpr (lanes > 1)
+    if (n >= WIDTH)
+      return by_pieces(n, [&](int i) {
+        Lanes block[WIDTH];
+        for (int l = 0; l < WIDTH; ++l)
+          block[l] =
+              __builtin_convertvector(*(const typename Packed<F>::Type *)(from[l] + i), Lanes);
+        transpose(block);
+        for (int l = 0; l < WIDTH; ++l) to[i + l] = block[l];
+      });
+  for (int l = 0; l < lanes; ++l)
+    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[l][i];
 }
 
-// The same for entries, the parts of which are next to each other.
-template <class S, class F>
-inline void load_entries(const F *x, long step, int filled, int n,
-                         typename S::Number *to) {
-  constexpr int lanes = Kind<typename S::Number>::lanes, parts = S::parts;
-  for (int l = 0; l < lanes; ++l) {
-    const F *from = x + (l < filled ? l : 0) * step * parts;
+// Stores n numbers of each lane, times a factor of the lane.
+template <class R, class F>
+inline void store_row(const R *from, R factor, long step, int filled, int n, F *x) {
+  constexpr int lanes = Kind<R>::lanes;
+  if constexpr (lanes > 1)
+    if (n >= WIDTH)
+      return by_pieces(n, [&](int i) {
+        Lanes block[WIDTH];
+        for (int l = 0; l < WIDTH; ++l) block[l] = from[i + l] * factor;
+        transpose(block);
+        for (int l = 0; l < WIDTH && l < filled; ++l)
+          *(typename Packed<F>::Type *)(x + l * step + i) =
+              __builtin_convertvector(block[l], typename Packed<F>::Type);
+      });
+  for (int l = 0; l < lanes && l < filled; ++l)
     for (int i = 0; i < n; ++i)
-      for (int part = 0; part < parts; ++part)
-        ((double *)to)[S::place(i, part) * lanes + l] = from[i * parts + part];
+      x[l * step + i] = (F)(get(factor, l) * ((const double *)from)[i * lanes + l]);
+}
+
+// The same for entries, the parts of which are next to each other; `step` counts entries.
+template <class S, class F>
+inline void load_entries(const F *x, long step, int filled, int n, typename S::Number *to) {
+  if constexpr (S::along_rows && S::parts == 2) {
+    for (int i = 0; i < n; ++i)
+      for (int part = 0; part < 2; ++part) to[S::place(i, part)] = x[2 * i + part];
+  } else {
+    load_row(x, step * S::parts, filled, n * S::parts, to);
   }
 }
 template <class S, class F>
 inline void store_entries(const typename S::Number *from, typename S::Number factor, long step,
                           int filled, int n, F *x) {
-  constexpr int lanes = Kind<typename S::Number>::lanes, parts = S::parts;
-  for (int l = 0; l < lanes && l < filled; ++l) {
-    F *to = x + l * step * parts;
-    const double f = get(factor, l);
+  if constexpr (S::along_rows && S::parts == 2) {
     for (int i = 0; i < n; ++i)
-      for (int part = 0; part < parts; ++part)
-        to[i * parts + part] =
-            (F)(f * ((const double *)from)[S::place(i, part) * lanes + l]);
+      for (int part = 0; part < 2; ++part) x[2 * i + part] = (F)(factor * from[S::place(i, part)]);
+  } else {
+    store_row(from, factor, step * S::parts, filled, n * S::parts, x);
   }
+}
+
+// Marks the lanes that are not good as failed, and returns how many these are.
+template <class R>
+inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
+  long many = 0;
+  for (int l = 0; l < Kind<R>::lanes && l < filled; ++l) {
+    const bool bad = !is_set(good, l);
+    if (failed) failed[first + l] = bad;
+    many += bad;
+  }
+  return many;
 }
 
 // About the power of two below x, so that its reciprocal is in range; one for zero and for what is
