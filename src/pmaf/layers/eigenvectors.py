@@ -439,7 +439,6 @@ class PrincipalEigenvectors(Problem):
 _COMPILED_VECTORS = 32
 
 
-@functools.lru_cache(maxsize=64)
 def solve_commonly(
     A: Tensor, M: Tensor | None = None, *, k: int | None, largest: bool
 ) -> tuple[Tensor, Tensor]:
@@ -449,6 +448,7 @@ def solve_commonly(
     return found.value, found.multiplier
 
 
+@functools.lru_cache(maxsize=64)
 def unposed(kind: type[PrincipalEigenvectors], k: int | None, largest: bool) -> Any:
     """The problem of a default call, without its matrices."""
     options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
