@@ -178,8 +178,8 @@ class SphereLeastSquares(Problem):
         """Gradients by the kernels that have found `y`."""
         assert v is not None
         took("tangent: compiled")
-        exact, gram = kept
-        return native.least_squares_gradient(*tensors, y, v, exact, gram, needs)
+        (A, b), (exact, gram) = tensors, kept
+        return native.least_squares_gradient(A, b, y, v, exact, gram, needs)
 
     def state_of(self, multiplier: Tensor, kept: Sequence[Tensor]) -> State:
         exact = Exact(*kept)
