@@ -142,6 +142,27 @@ def test_gradients_of_least_squares(family, m, n):
         assert (error <= 64 * eps * (1 + condition) * size).all()
 
 
+@pytest.mark.parametrize(("m", "n"), [(6, 4), (3, 5)])
+def test_gradients_of_least_squares_that_fail_take_the_common_path_alone(m, n, caplog):
+    """Every u is a minimiser for a matrix of zeros."""
+    caplog.set_level("DEBUG", logger="pmaf")
+    g = torch.Generator().manual_seed(0)
+    A, b, v = (torch.randn(1000, *shape, generator=g) for shape in ((m, n), (m,), (n,)))
+    A[[3, 998]] = 0
+
+    def gradients(chosen, **options):
+        leaves = [x[chosen].clone().requires_grad_() for x in (A, b)]
+        return torch.autograd.grad((pmaf.less(*leaves, **options) * v[chosen]).sum(), leaves)
+
+    whole = gradients(slice(None))
+    taken = {x.getMessage() for x in caplog.records}
+    assert {"less: reduction", "tangent: compiled", "tangent: common path for some"} <= taken
+    for chosen, options in (([3, 998], {"solver": Secular()}), ([2, 4, 997, 999], {})):
+        for x, y in zip(whole, gradients(chosen, **options), strict=True):
+            bound = 64 * torch.finfo(x.dtype).eps * (1 + float(y.abs().max()))
+            torch.testing.assert_close(x[chosen], y, rtol=0, atol=bound)
+
+
 def test_second_derivatives():
     A = with_eigenvalues([2.0, 1.0, 0.4, -0.3, -1.0, -2.0]).requires_grad_()
     for k in (None, 2):
