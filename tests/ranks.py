@@ -421,6 +421,45 @@ def collectives(mesh: DeviceMesh) -> dict[str, Any]:
     return {"counts": counts, "products": int(solution.iterations.full_tensor())}
 
 
+def collectives_of_a_pair(mesh: DeviceMesh) -> tuple[list[str], int]:
+    """What a solve of a pair sends, and the most numbers of one message."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    class Largest(CommDebugMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "c10d" in str(func) and isinstance(args[0], Tensor):
+                self.most = max(self.most, args[0].numel())
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    A = by_rows(randn(60, 60), mesh)
+    M = by_rows(_definite(60, randn(100, 60, seed=1)), mesh)
+    with Largest() as sent:
+        pmaf.ied(Matrix(A), M=Matrix(M)).vectors.to_local().sum().backward()
+    return [str(name) for name, count in sent.get_comm_counts().items() if count], sent.most
+
+
+def certified_pair(mesh: DeviceMesh) -> list[Tensor]:
+    """The certificates of a solution, and of one of the wrong length."""
+    X, Y = by_rows(randn(53, 12), mesh), by_rows(randn(61, 12, seed=2), mesh)
+    problem = pmaf.PrincipalEigenvectors(Gram(X), 2, M=Gram(Y))
+    found = pmaf.solve(problem).value
+    good, bad = (pmaf.certify(problem, x) for x in (found, 1.01 * found))
+    return [good.holds(1e-10), bad.holds(1e-10), bad.feasibility]
+
+
+def indefinite(mesh: DeviceMesh) -> str:
+    """A metric that is negative in the rows of one rank. Every rank has to hear of it."""
+    d = torch.ones(12, dtype=F64)
+    d[-1] = -1
+    try:
+        pmaf.ied(Gram(by_rows(randn(53, 12), mesh)), M=Matrix(by_rows(torch.diag(d), mesh)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def memory(mesh: DeviceMesh) -> int:
     """Bytes of a rank's share of X, and the most that both passes hold beside it."""
     rows = 40_000 // mesh.size()

@@ -52,6 +52,25 @@ def test_a_product_sends_one_vector_and_nothing_else():
     assert products <= sum(first["counts"].values()) <= 2 * products
 
 
+def test_a_pair_sends_vectors_and_no_matrix():
+    (names, most), _ = ranks.on_ranks(2, ranks.collectives_of_a_pair)
+    assert names
+    # A vector and its padding, for the few that one product takes at a time.
+    assert 30 <= most <= 2 * 60
+
+
+def test_certificates_of_pairs_are_the_same_on_all_ranks():
+    for good, bad, feasibility in ranks.on_ranks(2, ranks.certified_pair):
+        assert good
+        assert not bad
+        assert float(feasibility) == pytest.approx(1.01**2 - 1, rel=1e-10)
+
+
+def test_a_metric_that_is_not_positive_is_an_error_on_all():
+    messages = ranks.on_ranks(2, ranks.indefinite)
+    assert all("M is not positive definite" in text for text in messages), messages
+
+
 def test_memory_falls_with_the_number_of_ranks():
     alone, two, four = (max(ranks.on_ranks(world, ranks.memory)) for world in (1, 2, 4))
     assert two < 0.55 * alone
