@@ -13,6 +13,7 @@ from torch import Tensor
 from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
+from pmaf.operators import Operator
 from pmaf.solvers import Auto, Outcome, Solver
 from pmaf.solvers.base import has_form
 
@@ -156,7 +157,8 @@ def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
     """
     _require_problem(problem, "certify")
     value = solution.value if isinstance(solution, Solution) else solution
-    if not isinstance(value, Tensor):
+    # The solution of `SpectralFunction` for an operator is one.
+    if not isinstance(value, (Tensor, Operator)):
         raise TypeError(
             "solution must be what pmaf.solve returns, or a tensor such as the vectors of "
             f"pmaf.ied; got {type(value).__name__}"
