@@ -1615,6 +1615,27 @@ BUGS = [
         "test_complex.py",
     ),
     Bug(
+        "complex pairs of operators: mixed vectors are orthogonal without M",
+        "layers/operator_pairs.py",
+        "means(outcome.multiplier), dual)",
+        "means(outcome.multiplier))",
+        "test_complex_pairs_products.py::test_repeated_eigenvalues_have_orthonormal_vectors",
+    ),
+    Bug(
+        "complex pairs of operators: the embedding has the wrong number of skipped vectors",
+        "layers/operator_pairs.py",
+        "k, skip, M = 2 * self.count, 2 * self.skip, Embedded(self.M)",
+        "k, skip, M = 2 * self.count, self.skip, Embedded(self.M)",
+        "test_complex_pairs_products.py::test_reports_certificates_and_scipy",
+    ),
+    Bug(
+        "pairs on ranks: a whole matrix is sent for its diagonal",
+        "operators/matrix.py",
+        "if cuts_matrices(self.A):",
+        "if False:",
+        "test_distributed.py::test_a_pair_sends_vectors_and_no_matrix",
+    ),
+    Bug(
         "complex: the gap is that within a pair",
         "layers/hermitian.py",
         "    copies: ClassVar[int] = 2\n",

@@ -23,6 +23,10 @@ def layer(k, **options):
 OPTIONS = {
     "one": (None, {}),
     "smallest two": (2, {"largest": False}),
+    "one column": (1, {}),
+    "three": (3, {}),
+    "smallest, one column": (1, {"largest": False}),
+    "smallest three": (3, {"largest": False}),
     "skip": (2, {"skip": 1}),
     "component": (None, {"reference": 1}),
     "largest component": (2, {"reference": "largest"}),
@@ -85,6 +89,73 @@ def test_generalised_beamforming():
     assert w[:, 0].imag.abs().max() <= 10 * torch.finfo(torch.float32).eps * w.abs().max()
     w.abs().sum().backward()
     assert S.grad.isfinite().all()
+
+
+def simulated_array(channels=6, bins=20, frames=40):
+    """A speaker in front of a line of microphones: steering vectors, and their covariances."""
+    delay = 0.9 * torch.arange(channels, dtype=F64)
+    frequency = torch.linspace(0.2, 3, bins, dtype=F64)
+    gain = 1 + 0.3 * torch.cos(delay)
+    steering = torch.polar(gain.expand(bins, -1), -frequency[:, None] * delay)
+    source = drawn(bins, 1, frames, seed=3)
+    noise = 0.05 * drawn(bins, channels, frames, seed=4)
+    mixture = steering.unsqueeze(-1) * source + noise
+    return steering, mixture @ mixture.mH / frames
+
+
+def rtf_evd(psd_s):
+    """`torchaudio.functional.rtf_evd`, from its documentation: the principal eigenvector."""
+    return torch.linalg.eigh(psd_s)[1][..., -1]
+
+
+class TestRelativeTransferFunctions:
+    def test_they_are_those_of_torchaudio_up_to_phase(self):
+        _, psd = simulated_array()
+        found, theirs = pmaf.ied(psd).vectors, rtf_evd(psd)
+        turn = (theirs.conj() * found).sum(-1, keepdim=True)
+        values = torch.linalg.eigvalsh(psd)
+        bound = 16 * EPS * float((values[:, -1] / (values[:, -1] - values[:, -2])).max())
+        assert (turn.abs() - 1).abs().max() <= bound
+        assert (found - turn * theirs).abs().max() <= bound
+
+    def test_towards_a_microphone_they_are_the_steering_vectors(self):
+        """Of the first microphone, whose component is real, the estimate is off by the noise."""
+        steering, psd = simulated_array()
+        psd = psd.requires_grad_()
+        rtf = pmaf.ied(psd, reference=0).vectors
+        rtf = rtf / rtf[..., :1]
+        truth = steering / steering[..., :1]
+        # The noise is 1/20 of the source, in 40 frames; a vector moves by noise over signal.
+        assert (rtf - truth).abs().max() <= 4 * 0.05 / 40**0.5 * truth.abs().max() * 6**0.5
+        # A loss that depends on phases, for which eigh has no gradient.
+        loss = (rtf - truth).abs().square().sum()
+        (gradient,) = torch.autograd.grad(loss, psd)
+        v = rtf_evd(psd)
+        with pytest.raises(RuntimeError, match="ill-defined"):
+            torch.autograd.grad((v - truth).abs().square().sum(), psd)
+        # Divided by a component, the phase of eigh cancels, and its gradient exists.
+        theirs = v / v[..., :1]
+        (wanted,) = torch.autograd.grad((theirs - truth).abs().square().sum(), psd)
+        values = torch.linalg.eigvalsh(psd.detach())
+        ratio = float((values[:, -1] / (values[:, -1] - values[:, -2])).max())
+        bound = 64 * EPS * ratio**2 * float(wanted.abs().max())
+        wanted = 0.5 * (wanted + wanted.mH)
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=bound)
+
+    def test_a_filter_of_the_pair_keeps_the_speaker(self):
+        """GEV: the ratio of output powers is the eigenvalue, and no other filter has a larger."""
+        _, psd = simulated_array()
+        noise = definite(20, 6, 6, seed=8)
+        ratio, w = pmaf.ied(psd, M=noise, reference=0)
+
+        def power(w, R):
+            return torch.real((w.conj() * (R @ w.unsqueeze(-1)).squeeze(-1)).sum(-1))
+
+        bound = 100 * EPS * float(torch.linalg.cond(noise).max())
+        torch.testing.assert_close(power(w, psd) / power(w, noise), ratio, rtol=bound, atol=0)
+        for seed in range(5):
+            other = drawn(20, 6, seed=20 + seed)
+            assert (power(other, psd) / power(other, noise) <= ratio * (1 + bound)).all()
 
 
 def test_errors():

@@ -161,7 +161,7 @@ def test_references_choose_signs():
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
-@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("k", [None, 1, 3])
 @pytest.mark.parametrize("shape", [(5, 4), (4, 4), (3, 4)], ids=str)
 def test_derivatives_of_right_vectors(shape, k, largest, weighted):
     A = randn(*shape).requires_grad_()
@@ -191,7 +191,7 @@ def test_derivatives_of_null_spaces(shape):
     assert gradgradcheck(space, (A, w), fast_mode=True)
 
 
-@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("k", [None, 1, 3])
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
 @pytest.mark.parametrize("shape", [(5, 3), (4, 4), (3, 4)], ids=str)
 def test_derivatives_of_triplets(shape, k, largest):
