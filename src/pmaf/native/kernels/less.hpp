@@ -356,9 +356,14 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
     // The copy of A is not needed any more.
     float *to = problem.dA + from * m * n;
     for (int i = 0; i < m; ++i) {
-      R *row = A.copy ? A.copy + (long)i * n : w;
-      for (int j = 0; j < n; ++j) row[j] = -(r[i] * z[j] + image[i] * u[j]);
-      if (!A.copy) store_row(row, one, (long)m * n, filled, n, to + (long)i * n);
+      const R left = -r[i], right = -image[i];
+      if constexpr (Kind<R>::lanes == 1) {
+        for (int j = 0; j < n; ++j) to[(long)i * n + j] = (float)(left * z[j] + right * u[j]);
+      } else {
+        R *row = A.copy ? A.copy + (long)i * n : w;
+        for (int j = 0; j < n; ++j) row[j] = left * z[j] + right * u[j];
+        if (!A.copy) store_row(row, one, (long)m * n, filled, n, to + (long)i * n);
+      }
     }
     if (A.copy) store_row(A.copy, one, (long)m * n, filled, m * n, to);
   }
