@@ -46,7 +46,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Basis, Decomposition, Factor, SingularBasis
+from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
 
 _HALF = (torch.float16, torch.bfloat16)
 _Kind = TypeVar("_Kind", bound="type[Problem]")
@@ -342,11 +342,6 @@ class Problem(Named):
     def first_gradients(self, given: Reverse) -> Gradients | None:
         """The result of `gradients` by compiled kernels, None where there are none for it."""
         return None
-
-    def state_of(self, multiplier: Tensor, kept: Sequence[Tensor]) -> State:
-        """What `gradients` needs of a solution that compiled kernels have found."""
-        batch = multiplier.shape[: multiplier.dim() - len(self.vectors)]
-        return State(multiplier, multiplier.new_full(batch, torch.nan), NOTHING)
 
     def forward_solver(self, solver: Solver) -> Solver:
         """The solver to use in forward mode, where Newton's steps are taken in an eigenbasis."""

@@ -277,12 +277,12 @@ class Found(torch.autograd.Function):
         first: Tensor,
         second: Tensor | None,
         found: tuple[Tensor, Tensor],
-        kept: tuple[Tensor, ...],
+        kept: Kept,
         problem: Any,
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(first, second, *found, *kept)
-        ctx.problem = problem
+        ctx.problem, ctx.kind = problem, type(kept)
         return found
 
     @staticmethod
@@ -295,13 +295,15 @@ class Found(torch.autograd.Function):
         needs = ctx.needs_input_grad[: len(tensors)]
         if problem.vectors:
             y, v = y.mT, None if v is None else v.mT
+        state = State(multiplier, _UNKNOWN, ctx.kind(*kept))
+        given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
         compiled = None
         if not torch.is_grad_enabled() and plain(incoming):
-            compiled = problem.differentiate(tensors, y, kept, v, d_multiplier, needs)
-            if compiled.failed is None:
+            compiled = problem.first_gradients(given)
+            if compiled is not None and compiled.failed is None:
                 return *(*compiled.tensors, None)[:2], None, None, None
-        state = problem.state_of(multiplier, kept)
-        given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
+        gap = multiplier.new_full(first.shape[:-2], torch.nan)
+        given = given._replace(state=state._replace(gap=gap))
         if compiled is not None:
             found = _completed(problem, given, compiled)
         else:
@@ -310,6 +312,8 @@ class Found(torch.autograd.Function):
         return *(*found, None)[:2], None, None, None
 
 
+# The gap that kernels do not need, for one number instead of one for each entry.
+_UNKNOWN = torch.full((), torch.nan, device="cpu")
 # `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
 # for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
 # decomposition of a small matrix. So these are the methods of the base class of `Function`.
@@ -320,7 +324,7 @@ attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: igno
 def attach_some(
     tensors: tuple[Tensor, Tensor | None],
     found: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, ...],
+    kept: Kept,
     problem: Any,
     failed: Tensor,
     solve: Callable[..., tuple[Tensor, Tensor]],
@@ -330,7 +334,9 @@ def attach_some(
     first, second = (None if x is None else x[good] for x in tensors)
     parts = tuple(x[good] for x in found)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        parts = attach_found(first, second, parts, tuple(x[good] for x in kept), problem)
+        kind: Any = type(kept)
+        rest = kind(*(None if x is None else x[good] for x in kept))
+        parts = attach_found(first, second, parts, rest, problem)
     others = solve(*(x[failed] for x in _given(*tensors)))
     vectors, values = (
         whole.index_put((good,), part).index_put((failed,), other)

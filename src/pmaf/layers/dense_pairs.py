@@ -12,7 +12,7 @@ division by the differences of the eigenvalues.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.kept import NOTHING, Congruence, Nothing
+from pmaf.tangent.kept import NOTHING, Congruence, Nothing, Reduced
 
 
 @Pair.case(lambda x: isinstance(x.A, Tensor) and isinstance(x.M, Tensor))
@@ -61,7 +61,13 @@ class PairedEigenvectors(Pair):
         return self.changed(A=self.matrix / unit[..., None, None])
 
     def first_gradients(self, given: Reverse) -> native.Gradients | None:
-        return None
+        kept = given.state.kept
+        if not isinstance(kept, Reduced):
+            return None
+        took("pairs: compiled gradient")
+        dtype = given.tensors[0].dtype
+        incoming = given.v, given.d_multiplier
+        return native.pair_gradients(kept, *incoming, dtype, self.largest, given.needs)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -74,7 +80,7 @@ class PairedEigenvectors(Pair):
         if v is not None:
             A, M = tensors
             kept = state.kept
-            if isinstance(kept, Congruence):
+            if isinstance(kept, (Congruence, Reduced)):
                 state = state._replace(kept=NOTHING)
             if isinstance(kept, Congruence) and not torch.is_grad_enabled():
                 inverse, C = kept
@@ -116,20 +122,6 @@ class PairedEigenvectors(Pair):
             return y.squeeze(-2) if self.single else y
 
         return paired
-
-    def differentiate(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Sequence[Tensor],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        took("pairs: compiled gradient")
-        reduced = native.Reduced(*kept)
-        dtype = tensors[0].dtype
-        return native.pair_gradients(reduced, v, d_multiplier, dtype, self.largest, needs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +168,7 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
         took("pairs: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
         both = (A, M), (vectors, values)
-        vectors, values = attach_some(*both, kept or (), problem, failed, solve)
+        vectors, values = attach_some(*both, kept or NOTHING, problem, failed, solve)
     elif recorded:
         vectors, values = attach_found(A, M, (vectors, values), kept, problem)
     return Eigenpairs(values, vectors)

@@ -254,24 +254,10 @@ class PrincipalEigenvectors(Problem):
         (A,), k = given.tensors, self.width
         small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
         free = isinstance(given.state.kept, Nothing)
-        if not (free and small and self.symmetric and native.takes(A)):
+        if not (free and small and self.symmetric and native.takes_eigenvectors(A)):
             return None
         took("tangent: compiled")
         y, v, d_multiplier = given.y, given.v, given.d_multiplier
-        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
-
-    def differentiate(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Sequence[Tensor],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        """Gradients by the kernels that have found `y`."""
-        took("tangent: compiled")
-        (A,), k = tensors, self.width
         return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:

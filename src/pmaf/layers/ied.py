@@ -23,6 +23,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import is_reduced
+from pmaf.tangent.kept import NOTHING
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
@@ -52,9 +53,9 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     if failed is not None:
         took("ied: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
-        vectors, values = attach_some((A, None), (vectors, values), (), problem, failed, solve)
+        vectors, values = attach_some((A, None), (vectors, values), NOTHING, problem, failed, solve)
     elif A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, None, (vectors, values), (), problem)
+        vectors, values = attach_found(A, None, (vectors, values), NOTHING, problem)
     return Eigenpairs(values, vectors)
 
 

@@ -166,25 +166,6 @@ class SphereLeastSquares(Problem):
         errors.require_vector("value", value, "n", or_complex=True)
         super().require_value(value)
 
-    def differentiate(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Sequence[Tensor],
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        """Gradients by the kernels that have found `y`."""
-        assert v is not None
-        took("tangent: compiled")
-        (A, b), (exact, gram) = tensors, kept
-        return native.least_squares_gradient(A, b, y, v, exact, gram, needs)
-
-    def state_of(self, multiplier: Tensor, kept: Sequence[Tensor]) -> State:
-        exact = Exact(*kept)
-        return super().state_of(multiplier, kept)._replace(kept=exact)
-
     def first_gradients(self, given: Reverse) -> native.Gradients | None:
         (A, b), kept, v = given.tensors, given.state.kept, given.v
         alike = A.shape[:-2] == b.shape[:-1]

@@ -17,6 +17,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import is_reduced_minimum
+from pmaf.tangent.kept import Exact
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
@@ -44,7 +45,7 @@ def _small(A: Tensor, b: Tensor) -> Tensor | None:
         return None
     took("less: reduction")
     if (A.requires_grad or b.requires_grad) and torch.is_grad_enabled():
-        u, _ = attach_found(A, b, (u, exact.to(A.dtype)), (exact, gram), _UNPOSED)
+        u, _ = attach_found(A, b, (u, exact.to(A.dtype)), Exact(exact, gram), _UNPOSED)
     return u
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pmaf.native import Reduced
+
 
 class Nothing(NamedTuple):
     """Nothing is kept: the backward pass solves by products or by its own decomposition."""
@@ -68,6 +70,8 @@ class Congruence(NamedTuple):
 
 
 NOTHING = Nothing()
-Kept = Nothing | Basis | Decomposition | SingularBasis | Factor | Rate | Exact | Congruence
+Kept = (
+    Nothing | Basis | Decomposition | SingularBasis | Factor | Rate | Exact | Congruence | Reduced
+)
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, SingularBasis, Factor)
