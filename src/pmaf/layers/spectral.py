@@ -257,8 +257,9 @@ class SpectralFunction:
     def __post_init__(self) -> None:
         _scalar(self.function)
         if known_by_products(self.A):
-            object.__setattr__(self, "A", as_operator(self.A))
-            _require_few(self.A, self.k)
+            A = as_operator(self.A)
+            object.__setattr__(self, "A", A)
+            _require_few(A, self.k)
         else:
             _require(self.A, self.k)
 
@@ -289,7 +290,7 @@ class SpectralFunction:
         if isinstance(A, Operator):
             value, found = _by_products(A, _scalar(self.function), k, largest)
             order = found.multiplier.detach().sort(-1, descending=True).values
-            return replace(found, value=value, multiplier=order, gap=self._gap_by_products())
+            return replace(found, value=value, multiplier=order, gap=self._gap_by_products(A))
         value = spectral(A, self.function, self.k, largest=largest)
         fixed = ranks.whole(A.detach())
         fixed = fixed.float() if fixed.dtype in _HALF else fixed
@@ -310,9 +311,9 @@ class SpectralFunction:
             converged=torch.isfinite(F).all(-1).all(-1),
         )
 
-    def _gap_by_products(self) -> Tensor:
+    def _gap_by_products(self, A: Operator) -> Tensor:
         """The distance from the group to the next eigenvalue, from a search that finds it, too."""
-        A, k = _fixed(self.A), self.width
+        A, k = _fixed(A), self.width
         if k == A.shape[-1]:
             return torch.full(A.batch_shape, torch.inf, dtype=A.dtype.to_real(), device=A.device)
         more = PrincipalEigenvectors(A, k + 1, self.largest).run(_AUTO, _IMPLICIT)
@@ -322,7 +323,7 @@ class SpectralFunction:
     def certify(self, value: Any) -> Certificate:
         """Evidence about a matrix, or about a `LowRank` for an operator."""
         shape = (*self.A.shape[:-2], *self.A.shape[-1:] * 2)
-        wanted = LowRank if isinstance(self.A, Operator) else Tensor
+        wanted: Any = LowRank if isinstance(self.A, Operator) else Tensor
         if not isinstance(value, wanted) or value.shape != shape:
             got = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
             raise ValueError(
