@@ -323,8 +323,8 @@ class SpectralFunction:
     def certify(self, value: Any) -> Certificate:
         """Evidence about a matrix, or about a `LowRank` for an operator."""
         shape = (*self.A.shape[:-2], *self.A.shape[-1:] * 2)
-        wanted = LowRank if isinstance(self.A, Operator) else Tensor
-        if not (isinstance(value, wanted) and value.shape == shape):
+        wanted: Any = LowRank if isinstance(self.A, Operator) else Tensor
+        if not isinstance(value, wanted) or value.shape != shape:
             got = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
             raise ValueError(
                 f"a solution of this problem is a {wanted.__name__} of shape {shape}; got "
@@ -332,9 +332,7 @@ class SpectralFunction:
             )
         with torch.no_grad(), full_precision(self.A.device):
             if isinstance(self.A, Operator):
-                assert isinstance(value, LowRank)
                 return self._certify_by_products(self.A, value)
-            assert isinstance(value, Tensor)
             A, F = ranks.whole(self.A.detach()), ranks.whole(value.detach())
             return certify_function(A, F, self._of_group(), self.width, self.largest)
 
@@ -400,7 +398,6 @@ class Spectral(nn.Module):
     def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
         super().__init__()
         _scalar(function)
-        errors.require_count("k", k)
         self.function, self.k, self.largest = function, k, largest
 
     def forward(self, A: Tensor) -> Tensor:
@@ -443,7 +440,8 @@ def _require(A: Any, k: int | None) -> None:
     n = A.shape[-1]
     if A.shape[-2] != n:
         raise ValueError(f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}")
-    errors.require_count("k", k)
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
+        raise TypeError(f"k must be None or an integer; got {k!r}")
     if k is not None and not 1 <= k <= n:
         raise ValueError(f"k must lie between 1 and n = {n}; got {k}")
 
