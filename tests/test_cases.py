@@ -125,3 +125,21 @@ def test_a_case_of_a_class_of_the_user():
 
     pmaf.solve(Later(A, zero))
     assert seen == [Homogeneous] * 2
+
+
+def test_a_case_that_is_defined_again_takes_the_place_of_the_first():
+    class Own(SphereQuadratic):
+        pass
+
+    def define(name):
+        @Own.case(lambda x: True)
+        @dataclass(frozen=True, eq=False)
+        class Case(Own):
+            version = name
+
+        return Case
+
+    define("first")
+    again = define("second")
+    assert [kind for _, kind in Own.cases] == [again]
+    assert Own(A, B).special().version == "second"

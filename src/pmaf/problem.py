@@ -109,11 +109,14 @@ class Problem(Named):
         """Declare a class as the one that solves and certifies the problems that `applies` names.
 
         The class has the same fields. It may pose another problem, whose solution it converts; and
-        it may have cases of its own. To at most one case of a class a problem belongs.
+        it may have cases of its own. A problem belongs to at most one case of a class.
         """
 
         def declare(kind: _Kind) -> _Kind:
-            cls.cases = (*cls.cases, (applies, kind))
+            # A class that is defined again, as in a notebook, takes the place of the first.
+            names = kind.__module__, kind.__qualname__
+            others = (x for x in cls.cases if (x[1].__module__, x[1].__qualname__) != names)
+            cls.cases = (*others, (applies, kind))
             kind.cases, kind.general = (), cls.general or cls
             return kind
 
