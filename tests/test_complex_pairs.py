@@ -207,3 +207,51 @@ def test_a_diagonal_ellipsoid_is_a_change_of_columns():
     A, b, d = drawn(6, 3), drawn(6, seed=1), torch.tensor([1, 2, 0.5], dtype=F64)
     direct = pmaf.less(A, b, M=Diagonal(d.to(C128)))
     torch.testing.assert_close(direct, pmaf.less(A / d.sqrt(), b) / d.sqrt())
+
+
+@pytest.mark.parametrize(("ball", "radius"), [(False, 1.5), (True, 0.2), (True, 30.0)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_derivatives_in_everything_that_least_squares_take(ball, radius, wide):
+    """Both orders, in A, b, the radius, M and the weights; the last ball is not reached."""
+    m, n = (2, 3) if wide else (5, 3)
+    if wide and not ball:
+        radius = 0.2  # on a larger sphere the solutions of the wide system are not unique
+    A, b = drawn(m, n).requires_grad_(), drawn(m, seed=1).requires_grad_()
+    rho = torch.tensor(radius, dtype=F64).requires_grad_()
+    M = definite(n, n, seed=2).requires_grad_()
+    w = (0.3 + drawn(m, seed=3).abs()).requires_grad_()
+
+    def call(A, b, rho, M, w):
+        metric = 0.5 * (M + M.mH)
+        problem = pmaf.SphereLeastSquares(A, b, rho, ball, metric, w)
+        found = pmaf.solve(problem)
+        return found.value, found.multiplier
+
+    inputs = (A, b, rho, M, w)
+    assert (float(call(*inputs)[1].detach()) == 0) == (ball and radius > 1)
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs, atol=1e-4, fast_mode=True)
+
+
+@pytest.mark.parametrize("ball", [False, True])
+def test_weights_of_zero_have_a_derivative(ball):
+    """The derivative towards positive weights, against one-sided differences."""
+    A, b = drawn(5, 3), drawn(5, seed=1)
+    w = torch.tensor([0.0, 0.7, 0.0, 1.2, 0.4], dtype=F64).requires_grad_()
+    (mine,) = torch.autograd.grad(
+        pmaf.less(A, b, weights=w, radius=0.3, ball=ball).abs().square()[0], w
+    )
+    step = 1e-4
+    for i in (0, 2):
+        ends = []
+        for move in (step, 2 * step):
+            moved = w.detach().clone()
+            moved[i] = move
+            ends.append(pmaf.less(A, b, weights=moved, radius=0.3, ball=ball).abs().square()[0])
+        start = pmaf.less(A, b, weights=w.detach(), radius=0.3, ball=ball).abs().square()[0]
+        # One-sided, of second order. The error is that of the third derivative, of which a
+        # rational function of weights of at least 0.1 has ten times the second, and rounding.
+        near = (4 * (ends[0] - start) - (ends[1] - start)) / (2 * step)
+        first = (ends[0] - start) / step
+        bound = step * abs(float(near - first)) * 10 + 64 * EPS / step
+        assert abs(float(mine[i]) - float(near)) <= bound
