@@ -1682,14 +1682,14 @@ FUNCTIONS = [
     ),
     Bug(
         "spectral: a certificate trusts an operator to be symmetric",
-        "layers/spectral.py",
+        "layers/spectral_function.py",
         "        if not A.symmetric:\n            images",
         "        if False:\n            images",
         "test_spectral_certificate.py::test_the_symmetric_part_of_an_operator_is_meant",
     ),
     Bug(
         "spectral: the gap of the smallest eigenvalues is that of the largest",
-        "layers/spectral.py",
+        "layers/spectral_function.py",
         "[..., k - 1 if largest else n - k - 1]",
         "[..., k - 1]",
         "test_spectral_certificate.py::TestReport",
@@ -2128,7 +2128,7 @@ GROUPS = [
     Bug(
         "group: zero of an operator is relative to the group",
         "layers/spectral.py",
-        "MatrixFunction(scalar, None, largest, size=_COARSER * _size(A, rows))",
+        "MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows))",
         "MatrixFunction(scalar, None, largest)",
         "test_spectral.py::TestProducts::test_rounding_of_zero_counts_as_zero",
     ),

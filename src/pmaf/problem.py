@@ -21,7 +21,7 @@ from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
-from pmaf.linalg.roundings import OutOfRangeError
+from pmaf.linalg.roundings import HALF, OutOfRangeError
 from pmaf.native import Gradients
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.base import known_by_products
@@ -48,7 +48,6 @@ from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
 
-_HALF = (torch.float16, torch.bfloat16)
 _Kind = TypeVar("_Kind", bound="type[Problem]")
 
 
@@ -391,7 +390,7 @@ class Problem(Named):
         differentiable.
         """
         dtype, problem = self.dtype, self
-        if dtype in _HALF:
+        if dtype in HALF:
             problem = self.with_flat([x.float() for x in self.flat])
             init = None if init is None else init.float()
         return problem, init, lambda outcome: in_dtype(dtype, as_solution(outcome))

@@ -21,7 +21,7 @@ from pmaf.layers.complex_singular import EmbeddedSingularVectors
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
-from pmaf.linalg.roundings import rank_tolerance
+from pmaf.linalg.roundings import HALF, rank_tolerance
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.transposed import Transposed
 from pmaf.problem import as_solution
@@ -139,7 +139,7 @@ def isvd(
     A, dtype = given.A, given.dtype
     if ranks.is_spread(A):
         return _on_ranks(given, solver, init)
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in HALF:
         A = A.with_tensors([x.float() for x in A.tensors]) if isinstance(A, Operator) else A.float()
         init = None if init is None else init.float()
     if getattr(solver, "matrix_free", False):

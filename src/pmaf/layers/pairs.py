@@ -22,6 +22,7 @@ from pmaf.layers.hermitian import phases
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.products import norm
+from pmaf.linalg.roundings import HALF
 from pmaf.operators.base import Operator
 from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.operators.diagonal import Diagonal
@@ -170,7 +171,7 @@ class FactoredPair(Pair):
             self.require_start(init)
             init = init.detach()
         pair = self
-        if self.dtype in (torch.float16, torch.bfloat16):
+        if self.dtype in HALF:
             init = None if init is None else init.float()
             pair = self.with_flat([x.float() for x in self.flat])
         if not torch.compiler.is_compiling():  # a trace cannot follow a log

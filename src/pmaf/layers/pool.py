@@ -12,7 +12,7 @@ from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.ied import ied
 from pmaf.linalg import sphere
 from pmaf.linalg.products import broadcast, norm, one_if_zero, rmatvec
-from pmaf.linalg.roundings import noise_tolerance, power_of_two, rank_tolerance, square_range
+from pmaf.linalg.roundings import HALF, noise_tolerance, power_of_two, rank_tolerance, square_range
 from pmaf.linalg.singular import rooted, weighted_gram
 from pmaf.operators import Gram
 from pmaf.runtime.log import took
@@ -125,7 +125,7 @@ class PrincipalPool(nn.Module):
             posed = _posed(X, weights, self.k, None if by_mean else reference)
         if init is not None and posed is not None:
             posed.require_start(init)
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in HALF:
             X = X.float()
             init = None if init is None else init.float()
         with full_precision(X.device):

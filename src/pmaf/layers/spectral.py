@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -20,18 +20,15 @@ from pmaf.autograd.spectral import (
     forward,
     outside,
 )
-from pmaf.certificate import certify_function
-from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients import Implicit
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.hermitian import EmbeddedEigenvectors
 from pmaf.linalg import sphere
-from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable
 from pmaf.linalg.embedding import complex_matrix, real_matrix
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
-from pmaf.linalg.roundings import EQUAL, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
-from pmaf.linalg.symmetric_part import fixed_rows
+from pmaf.linalg.roundings import EQUAL, HALF, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
@@ -45,8 +42,8 @@ from pmaf.runtime.modes import (
     transformed,
 )
 from pmaf.runtime.threads import OneThread
-from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Auto, Solver
+from pmaf.solution import Solution
+from pmaf.solvers import Auto
 from pmaf.solvers.auto import DENSE
 from pmaf.tangent.kept import Decomposition
 
@@ -97,20 +94,17 @@ def spectral(
             [0., 0., 0.],
             [0., 0., 0.]])
     """
-    scalar = _scalar(function)
+    scalar = scalar_of(function)
     if known_by_products(A):
-        return _by_products(as_operator(A), scalar, k, largest)[0]
-    _require(A, k)
+        return find_by_products(as_operator(A), scalar, k, largest)[0]
+    require_square(A, k)
     assert isinstance(A, Tensor)
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
-    if A.dtype in _HALF:
+    if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
     return _dense(A, MatrixFunction(scalar, None if k == A.shape[-1] else k, largest))
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _dense(A: Tensor, posed: MatrixFunction) -> Tensor:
@@ -186,13 +180,13 @@ def _group(
     return Group(values, found.value, found.gap, found.kept)
 
 
-def _by_products(
+def find_by_products(
     A: Operator, scalar: Scalar, k: int | None, largest: bool
 ) -> tuple[LowRank, Solution]:
     """`V C Vᴴ` with `C = f(VᴴAV)`, of which nothing is formed but `C`, and the search for `V`."""
-    _require_few(A, k)
+    require_few(A, k)
     dtype = A.dtype
-    if dtype in _HALF:
+    if dtype in HALF:
         A = A.with_tensors([x.float() for x in A.tensors])
     mesh = ranks.mesh_of(*A.tensors)
     found = PrincipalEigenvectors(A, k, largest).run(_AUTO, _IMPLICIT, report=False)
@@ -200,16 +194,16 @@ def _by_products(
     rows = V.detach().mT
     # The eigenvalues as a matrix: where they repeat, only this one has a derivative.
     inside = rows.conj() @ image(A, rows).mT
-    C = _dense(inside, MatrixFunction(scalar, None, largest, size=_COARSER * _size(A, rows)))
+    C = _dense(inside, MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows)))
     parts = V.mT, C @ V.mH
     return LowRank(*(ranks.replicate(x.to(dtype), mesh) for x in parts)), found
 
 
 # The eigenvalues of a search have errors of more than one decomposition.
-_COARSER = SEARCHED / EQUAL
+COARSER = SEARCHED / EQUAL
 
 
-def _size(A: Operator, rows: Tensor) -> Tensor:
+def size_of(A: Operator, rows: Tensor) -> Tensor:
     """About the spectral norm of a symmetric operator, from below, `(*, 1)`."""
     x = sphere.references(rows.real)[1].to(rows).expand_as(rows[..., :1, :])
     mesh, length = ranks.mesh_of(*A.tensors), norm(x)
@@ -219,172 +213,6 @@ def _size(A: Operator, rows: Tensor) -> Tensor:
             x = ranks.whole(A.matvec(x))
             length = norm(x)
     return length
-
-
-@dataclass(frozen=True, eq=False)
-class SpectralFunction:
-    """The problem of `pmaf.spectral`, for `pmaf.solve` and `pmaf.certify`.
-
-    The solution is `F = V f(Λ) Vᵀ`. Its multipliers are the eigenvalues of the group, in descending
-    order and without gradients, its residual is `‖AF − FA‖ / ‖A‖‖F‖`, and its gap is the distance
-    from the group to the next eigenvalue, infinite if there is none.
-
-    The certificate of a matrix `F` says how far it is from Hermitian (`feasibility`), from a
-    function of `A` (`stationarity`, the residual), and from the one that is meant (`optimality`,
-    minus the distance), all relative to `F`. The distance is to a matrix computed in another way.
-
-    Args:
-        A: `(*, n, n)`, as in `pmaf.spectral`; of a sparse tensor or an operator the solution is a
-            `pmaf.operators.LowRank`.
-        function: a name or a function, as in `pmaf.spectral`.
-        k: how many eigenpairs; None for all.
-        largest: those of the largest eigenvalues, or of the smallest.
-
-    >>> import torch, pmaf
-    >>> problem = pmaf.SpectralFunction(torch.diag(torch.tensor([9.0, 4.0, 1.0])), "sqrt", 2)
-    >>> solution = pmaf.solve(problem)
-    >>> solution.multiplier, solution.gap
-    (tensor([9., 4.]), tensor(3.))
-    >>> pmaf.certify(problem, solution).holds(1e-6)
-    tensor(True)
-    """
-
-    A: Tensor | Operator
-    function: Function
-    k: int | None = None
-    largest: bool = True
-
-    def __post_init__(self) -> None:
-        _scalar(self.function)
-        if known_by_products(self.A):
-            A = as_operator(self.A)
-            object.__setattr__(self, "A", A)
-            _require_few(A, self.k)
-        else:
-            _require(self.A, self.k)
-
-    @property
-    def width(self) -> int:
-        """Number of eigenpairs."""
-        return self.A.shape[-1] if self.k is None else self.k
-
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        """The value of `pmaf.spectral` with a report; `pmaf.solve` calls this."""
-        given = {"solver": solver, "gradient": gradient, "init": init}
-        for name, usual in (("solver", _AUTO), ("gradient", _IMPLICIT), ("init", None)):
-            if given[name] != usual:
-                raise TypeError(
-                    f"{name}={given[name]!r} does not serve SpectralFunction, which has one way to "
-                    "its solution; leave it out"
-                )
-        value: Any
-        A, k, largest = self.A, self.width, self.largest
-        if isinstance(A, Operator):
-            value, found = _by_products(A, _scalar(self.function), k, largest)
-            order = found.multiplier.detach().sort(-1, descending=True).values
-            return replace(found, value=value, multiplier=order, gap=self._gap_by_products(A))
-        value = spectral(A, self.function, self.k, largest=largest)
-        fixed = ranks.whole(A.detach())
-        fixed = fixed.float() if fixed.dtype in _HALF else fixed
-        fixed, F = 0.5 * (fixed + fixed.mH), ranks.whole(value.detach()).to(fixed)
-        values = eigenvalues(fixed).flip(-1)
-        n = values.shape[-1]
-        blank = torch.zeros_like(values[..., 0])
-        gap = torch.full_like(blank, torch.inf)
-        if k < n:
-            gap = (values[..., :-1] - values[..., 1:])[..., k - 1 if largest else n - k - 1]
-        product = frobenius(fixed) * frobenius(F)
-        return Solution(
-            value=value,
-            multiplier=values[..., :k] if largest else values[..., n - k :],
-            residual=torch.linalg.matrix_norm((fixed @ F - F @ fixed) / product),
-            gap=gap,
-            iterations=blank.to(torch.int64),
-            converged=torch.isfinite(F).all(-1).all(-1),
-        )
-
-    def _gap_by_products(self, A: Operator) -> Tensor:
-        """The distance from the group to the next eigenvalue, from a search that finds it, too."""
-        A, k = _fixed(A), self.width
-        if k == A.shape[-1]:
-            return torch.full(A.batch_shape, torch.inf, dtype=A.dtype.to_real(), device=A.device)
-        more = PrincipalEigenvectors(A, k + 1, self.largest).run(_AUTO, _IMPLICIT)
-        values = more.multiplier.sort(-1, descending=self.largest).values
-        return (values[..., k - 1] - values[..., k]).abs()
-
-    def certify(self, value: Any) -> Certificate:
-        """Evidence about a matrix, or about a `LowRank` for an operator."""
-        shape = (*self.A.shape[:-2], *self.A.shape[-1:] * 2)
-        wanted: Any = LowRank if isinstance(self.A, Operator) else Tensor
-        if not isinstance(value, wanted) or value.shape != shape:
-            got = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-            raise ValueError(
-                f"a solution of this problem is a {wanted.__name__} of shape {shape}; got "
-                f"{type(value).__name__} {got}"
-            )
-        with torch.no_grad(), full_precision(self.A.device):
-            if isinstance(self.A, Operator):
-                return self._certify_by_products(self.A, value)
-            A, F = ranks.whole(self.A.detach()), ranks.whole(value.detach())
-            return certify_function(A, F, self._of_group(), self.width, self.largest)
-
-    def _of_group(self, size: Tensor | float = 0.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """From eigenvalues to the function at those of the group, and to a distance of rounding."""
-        scalar = _scalar(self.function)
-        posed = MatrixFunction(scalar, self.width, self.largest, size=size)
-        dtype = torch.float32 if self.A.dtype in _HALF else self.A.dtype.to_real()
-
-        def of_group(values: Tensor) -> tuple[Tensor, Tensor]:
-            rounding = posed.rounding(values.to(dtype)).to(values)
-            x = scalar.settled(posed.group(values), rounding)
-            # A function may have parameters of the dtype of the matrix.
-            x = x if scalar.name in NAMED else x.to(dtype)
-            return scalar.derivative(x, 0).to(values), rounding
-
-        return of_group
-
-    def _certify_by_products(self, A: Operator, F: LowRank) -> Certificate:
-        """The certificate in a small space that contains `F` and the eigenvectors of the group.
-
-        These come from a second search, with another start than the first.
-        """
-        A = _fixed(A)
-        k, n, mesh = self.width, A.shape[-1], ranks.mesh_of(*A.tensors)
-        row = fixed_rows(n, A.dtype.to_real(), A.device)[1].flip(-1)
-        start = torch.stack([row.roll(i) for i in range(k)], -1).to(A.dtype)
-        found = PrincipalEigenvectors(A, k, self.largest).run(
-            _AUTO, _IMPLICIT, init=start, report=False
-        )
-        left, right = (ranks.whole(x.detach()).to(A.dtype) for x in F.tensors)
-        group = ranks.whole(found.value)
-        batch = A.batch_shape
-        columns = [x.expand(*batch, *x.shape[-2:]) for x in (left.mT, right.mH, group)]
-        S = torch.linalg.qr(torch.cat(columns, -1)).Q
-        rows = ranks.replicate(S.mT, mesh)
-        images = ranks.whole(A.matvec(rows)).mT
-        if not A.symmetric:
-            images = 0.5 * (images + ranks.whole(A.rmatvec(rows)).mT)
-        inside, small = S.mH @ images, (S.mH @ left.mT) @ (right @ S)
-        size = _size(A, group.mT).squeeze(-1).double()
-        outside = images - S @ inside
-        beside = sum(torch.linalg.matrix_norm(outside @ x).square() for x in (small, small.mH))
-        beside = torch.as_tensor(beside).double().sqrt() / one_if_zero(size)
-        of_group = self._of_group(_COARSER * size.unsqueeze(-1))
-        return certify_function(inside, small, of_group, k, self.largest, beside, size)
-
-
-def _fixed(A: Operator) -> Operator:
-    """The operator without its graph, in float32 if it has fewer digits."""
-    parts = (x.detach() for x in A.tensors)
-    return A.with_tensors([x.float() if x.dtype in _HALF else x for x in parts])
 
 
 class Spectral(nn.Module):
@@ -397,7 +225,7 @@ class Spectral(nn.Module):
 
     def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
         super().__init__()
-        _scalar(function)
+        scalar_of(function)
         self.function, self.k, self.largest = function, k, largest
 
     def forward(self, A: Tensor) -> Tensor:
@@ -413,7 +241,7 @@ class Spectral(nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def _scalar(function: Function) -> Scalar:
+def scalar_of(function: Function) -> Scalar:
     if isinstance(function, str):
         if function not in NAMED:
             names = ", ".join(repr(name) for name in NAMED)
@@ -426,7 +254,7 @@ def _scalar(function: Function) -> Scalar:
     return of_callable(function)
 
 
-def _require_few(A: Operator, k: int | None) -> None:
+def require_few(A: Operator, k: int | None) -> None:
     if k is None:
         raise TypeError(
             f"{A!r} is known by its products, and a function of all its eigenvalues is a dense "
@@ -435,7 +263,7 @@ def _require_few(A: Operator, k: int | None) -> None:
     PrincipalEigenvectors(A, k)  # checks both
 
 
-def _require(A: Any, k: int | None) -> None:
+def require_square(A: Any, k: int | None) -> None:
     errors.require_matrix("A", A, "n, n", or_complex=True)
     n = A.shape[-1]
     if A.shape[-2] != n:

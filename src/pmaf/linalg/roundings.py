@@ -9,6 +9,9 @@ from torch import Tensor
 
 from pmaf import errors
 
+# The dtypes that are computed in float32.
+HALF = (torch.float16, torch.bfloat16)
+
 # Every comparison with a rounding error uses one of these multiples of eps.
 ROUNDED = 4.0  # a product or a linear solve, relative to the sizes of its operands
 DECOMPOSED = 6.0  # the residual of an eigenvector from LAPACK, relative to the largest modulus
