@@ -1135,8 +1135,8 @@ LINALG = [
     Bug(
         "kernels: what is kept of all entries is taken for that of some",
         "autograd/attach.py",
-        "tuple(x[good] for x in kept)",
-        "tuple(kept)",
+        "None if x is None else x[good] for x in kept",
+        "x for x in kept",
         "test_native_pairs.py::"
         "test_vectors_that_the_kernels_do_not_find_take_the_common_path_alone",
     ),

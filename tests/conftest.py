@@ -18,3 +18,14 @@ def threads_of_the_environment():
 def fixed_seed():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)  # whatever a snippet of the docs has set
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Groups of tests share what takes minutes to compute; some pairs of versions ignore them."""
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    if config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in grouped):
+        raise pytest.UsageError(
+            f"pytest-xdist does not keep groups of tests together with pytest {pytest.__version__}; "
+            "install the versions of constraints.txt"
+        )

@@ -518,7 +518,6 @@ GENERATED = (
     "ied",
     "ied, M",
     "ied, nonsymmetric",
-    "ied, complex",
     "spectral",
     "nullspace, weights",
     "isvd",

@@ -226,6 +226,7 @@ class Spectral(nn.Module):
     def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
         super().__init__()
         scalar_of(function)
+        errors.require_count("k", k)
         self.function, self.k, self.largest = function, k, largest
 
     def forward(self, A: Tensor) -> Tensor:
@@ -268,8 +269,7 @@ def require_square(A: Any, k: int | None) -> None:
     n = A.shape[-1]
     if A.shape[-2] != n:
         raise ValueError(f"A must be square, of shape (*, n, n); got {errors.shape_of(A)}")
-    if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
-        raise TypeError(f"k must be None or an integer; got {k!r}")
+    errors.require_count("k", k)
     if k is not None and not 1 <= k <= n:
         raise ValueError(f"k must lie between 1 and n = {n}; got {k}")
 
