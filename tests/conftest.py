@@ -26,6 +26,6 @@ def pytest_collection_modifyitems(config, items):
     grouped = [item for item in items if item.get_closest_marker("xdist_group")]
     if config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in grouped):
         raise pytest.UsageError(
-            f"pytest-xdist does not keep groups of tests together with pytest {pytest.__version__}; "
-            "install the versions of constraints.txt"
+            f"pytest-xdist does not keep groups together with pytest {pytest.__version__}; install "
+            "the versions of constraints.txt"
         )
