@@ -156,6 +156,7 @@ def test_the_truth_about_other_problems_is_that_of_differences(name):
 # One small shape of every race.
 RACES = {
     "less": [2, 6, 3],
+    "less-users": [2, 6, 3],
     "less-crossover": [2, 6, 3],
     "ied": [2, 20],
     "ied-users": [2, 20],

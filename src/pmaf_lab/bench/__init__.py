@@ -9,7 +9,7 @@ from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
 from pmaf_lab.bench.pool import PoolRace
 from pmaf_lab.bench.problems import HermitianRace, NullspaceRace, PairsRace
-from pmaf_lab.bench.users import UsersRace, UsersRaceOfThree
+from pmaf_lab.bench.users import UsersLessRace, UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
 
 _LEAD = (
@@ -43,6 +43,7 @@ BENCHMARKS = Collection(
                 ],
             },
         ),
+        UsersLessRace(),
         LessCrossover(),
         EigenRace(),
         MemoryRace(

@@ -1,4 +1,4 @@
-"""Eigenvectors at the sizes that users have: small matrices, many at a time."""
+"""Both layers at the sizes that users have: small matrices, one or many at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pmaf_lab.bench import eigen
+from pmaf_lab.bench import eigen, least_squares
 from pmaf_lab.bench.growth import Sweep
 from pmaf_lab.bench.present import ratio, shape
 from pmaf_lab.bench.race import Competitor, Judge, Result, Task
@@ -40,8 +40,8 @@ TARGETS = {
 TARGETS_OF_THREE = {(5, 32): 3, (64, 9): 4, (1000, 9): 4}
 
 
-def _read(A: Tensor) -> Result:
-    """What has to be done at the least: all numbers are read once."""
+def _read(A: Tensor, *_: Tensor) -> Result:
+    """What has to be done at the least: all numbers of `A` are read once."""
     return (A.detach().sum(),)
 
 
@@ -108,3 +108,43 @@ class UsersRaceOfThree(UsersRace):
     }
     targets = TARGETS_OF_THREE
     k = 3
+
+
+class UsersLessRace(least_squares.LessRace):
+    name = "less-users"
+    title = "LESS at the sizes that users have"
+    about = (
+        "Least squares on the sphere of small matrices, one or many at a time, beside lstsq, which "
+        "solves the problem without the constraint, and beside the time to read A once."
+    )
+    reduced = "two families and seven sizes."
+    competitors: ClassVar[Mapping[str, Competitor]] = {
+        "ours": least_squares.COMPETITORS["ours"],
+        "lstsq": least_squares.COMPETITORS["lstsq"],
+        "read A": Competitor(_read, differentiable=False),
+    }
+    shapes: ClassVar[Mapping[Scale, Sequence[tuple[int, ...]]]] = {
+        "quick": [
+            (1, 2, 2),
+            (1, 64, 32),
+            (5, 16, 8),
+            (64, 64, 32),
+            (1000, 2, 2),
+            (1000, 100, 9),
+            (10_000, 8, 9),
+        ],
+        "full": [
+            *((1, m, n) for m, n in ((2, 2), (16, 8), (64, 32))),
+            *((5, 2 * n, n) for n in (2, 3, 8, 32, 128)),
+            *((64, m, n) for m, n in ((2, 2), (64, 32))),
+            *((256, m, n) for m, n in ((128, 64), (8, 64), (16, 128))),
+            *((1000, m, n) for m, n in ((2, 2), (64, 32), (100, 9), (200, 12))),
+            *((10_000, m, n) for m, n in ((8, 9), (6, 4))),
+        ],
+    }
+    sweeps = ()
+    panel = Sweep("batch 1000", lambda size: size[0] == 1000)
+
+    def judge(self, task: Task) -> Judge:
+        judge = super().judge(task)
+        return lambda outputs, gradients: judge(outputs, gradients) if outputs[0].dim() else {}
