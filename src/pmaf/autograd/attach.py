@@ -296,7 +296,7 @@ class Found(torch.autograd.Function):
         if problem.vectors:
             y, v = y.mT, None if v is None else v.mT
         state = State(multiplier, _UNKNOWN, ctx.kind(*kept))
-        given = Reverse(tensors, y, state, Implicit(), v, d_multiplier, needs)
+        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
         compiled = None
         if not torch.is_grad_enabled() and plain(incoming):
             compiled = problem.first_gradients(given)
@@ -312,7 +312,8 @@ class Found(torch.autograd.Function):
         return *(*found, None)[:2], None, None, None
 
 
-# The gap that kernels do not need, for one number instead of one for each entry.
+_IMPLICIT = Implicit()
+# Kernels need no gap, so that one number stands for those of all entries.
 _UNKNOWN = torch.full((), torch.nan, device="cpu")
 # `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
 # for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
