@@ -13,7 +13,10 @@ from tests import ranks
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+# Four processes take minutes on two cores.
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)], ids="{} ranks".format
+)
 def found(request):
     return ranks.on_ranks(request.param, ranks.all_cases)
 
