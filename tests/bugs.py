@@ -1133,6 +1133,27 @@ LINALG = [
         "test_vectors_that_the_kernels_do_not_find_take_the_common_path_alone",
     ),
     Bug(
+        "less: the short call forgets the start",
+        "layers/less.py",
+        "        and init is None\n",
+        "",
+        "test_native.py::test_a_start_chooses_among_several_minimisers",
+    ),
+    Bug(
+        "less: the short call takes a ball for a sphere",
+        "layers/less.py",
+        "        and not ball\n",
+        "",
+        "test_less_options.py",
+    ),
+    Bug(
+        "less: the short call reads b in the dtype of A",
+        "layers/less.py",
+        "A.dtype == b.dtype and ",
+        "",
+        "test_native.py::TestShortCallOfLeastSquares",
+    ),
+    Bug(
         "kernels: what is kept of all entries is taken for that of some",
         "autograd/attach.py",
         "None if x is None else x[good] for x in kept",
