@@ -252,6 +252,10 @@ class TestShortCallOfLeastSquares:
         with pytest.raises((TypeError, ValueError), match=message):
             pmaf.less(A, b)
 
+    def test_true_is_no_radius(self):
+        with pytest.raises(TypeError, match="radius must be a number; got bool"):
+            pmaf.less(*self.problem(), radius=True)
+
 
 @pytest.mark.parametrize("n", [2, 3, 9, 20])
 @pytest.mark.parametrize("scale", [1.0, 1e-38, 1e-30, 1e30, 1e38])

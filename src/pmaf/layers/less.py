@@ -94,7 +94,7 @@ def less(
     if (
         (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
-        and isinstance(radius, (int, float))
+        and type(radius) in (int, float)
         and radius == 1
         and not ball
         and M is None
