@@ -377,8 +377,15 @@ def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
     return stacked.reshape(*batch, *stacked.shape[1:])
 
 
-def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor], Tensor]:
-    """Newton's step for eigenvectors as rows `(*, k, n)`, from a solution for `fixed`."""
+def symmetric_newton(
+    A: Tensor, fixed: Tensor, found: Any, pair: tuple[Tensor, Tensor] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Newton's step for eigenvectors as rows `(*, k, n)`, from a solution for `fixed`.
+
+    For a pair of `A` and `M`, `pair` is `M` and an inverse root `T⁻¹` of the fixed one, and `fixed`
+    is the matrix to which the root reduces the fixed `A`. Residuals are those of the given
+    matrices, so that further steps correct errors of the root.
+    """
     S, shift = symmetric_part(A), found.multiplier
     if isinstance(found.kept, Decomposition):
         values, vectors = found.kept.values, found.kept.rows.mT
@@ -390,13 +397,17 @@ def symmetric_newton(A: Tensor, fixed: Tensor, found: Any) -> Callable[[Tensor],
     inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
     # The vectors of a repeated eigenvalue move together: only their span has derivatives.
     linked = ~differences(shift, scale)[1]
+    basis = vectors.mT if pair is None else vectors.mT @ pair[1]
+
+    def dual(y: Tensor) -> Tensor:
+        return y if pair is None else y @ symmetric_part(pair[0])
 
     def step(y: Tensor) -> Tensor:
         image = y @ S
-        rest = image - torch.where(linked, image @ y.mT, 0) @ y
-        y = y + ((rest @ vectors) * inverse) @ vectors.mT
+        rest = image - torch.where(linked, image @ y.mT, 0) @ dual(y)
+        y = y + ((rest @ basis.mT) * inverse) @ basis
         # Newton's step towards orthonormal rows, whose error is the square of the last step.
-        return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
+        return 1.5 * y - 0.5 * torch.where(linked, dual(y) @ y.mT, 0) @ y
 
     return step
 

@@ -7,6 +7,11 @@ The derivative does not go through the factor: with `z` from `(λM − A)z = v �
 For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has
 a part inside the span for the antisymmetric part alone, so that functions of the span need no
 division by the differences of the eigenvalues.
+
+Rounding errors of the factor are multiplied by the condition of `M`. At the small end of the
+spectrum they would be the largest errors of all, in `eigh(a, b)` of LAPACK, too. So solutions of
+both systems are refined by residuals in the given variables, in which there is no factor (Davies,
+Higham and Tisseur, SIAM J. Matrix Anal. Appl. 23, 2001).
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf import native
 from pmaf.autograd.attach import attach_found, attach_some
+from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
@@ -29,16 +35,27 @@ from pmaf.gradients.eigenvectors import (
     symmetric_product,
     without,
 )
-from pmaf.layers.eigenvectors import Eigenpairs, solve_commonly, unposed
-from pmaf.layers.pairs import Pair, refuse_metric
-from pmaf.linalg.decompositions import cholesky
-from pmaf.linalg.products import symmetric_part
+from pmaf.layers.eigenvectors import (
+    Eigenpairs,
+    PrincipalEigenvectors,
+    solve_commonly,
+    unposed,
+)
+from pmaf.layers.hermitian import ComplexEigenvectors, EmbeddedEigenvectors, require_implicit
+from pmaf.layers.pairs import Pair, is_complex_search, refuse_metric
+from pmaf.linalg.decompositions import cholesky, eigh
+from pmaf.linalg.embedding import complex_rows, paired_rows, real_matrix
+from pmaf.linalg.products import norm, one_if_zero, symmetric_part
+from pmaf.linalg.roundings import REFINED
+from pmaf.operators.base import Operator
+from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.kept import NOTHING, Congruence, Nothing, Reduced
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Nothing, Reduced
 
 
 @Pair.case(lambda x: isinstance(x.A, Tensor) and isinstance(x.M, Tensor))
@@ -52,9 +69,53 @@ class PairedEigenvectors(Pair):
         inverse, C = congruence(A, M, checked=True)
         if init is not None:
             init = inverse @ (symmetric_part(M) @ init)
-        found = self.alone(C).solved_by(solver, init, report)
+        found = self.found_alone(C, solver, init, report)
+        if found.value.requires_grad:  # the solver is differentiated, and nothing else
+            return found._replace(value=found.value @ inverse)
+        found = self._refined(found, inverse, C)
         kept = Congruence(inverse, C) if isinstance(found.kept, Nothing) else found.kept
-        return found._replace(value=found.value @ inverse, kept=kept)
+        return found._replace(kept=kept)
+
+    def found_alone(self, C: Tensor, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        """The solution for the matrix to which the pair reduces."""
+        return self.alone(C).solved_by(solver, init, report)
+
+    def _refined(self, found: Outcome, inverse: Tensor, C: Tensor) -> Outcome:
+        """The solution of the pair, given that for `C`.
+
+        Where residuals `Ay − λMy` are above rounding, the vectors take steps of Newton's method,
+        with the derivative at the solution for `C`, and the best vectors in their span follow.
+        """
+        pair = Residuals(*map(symmetric_part, self.tensors))
+        first, rows, values = found.multiplier, found.value @ inverse, found.multiplier
+        state = State(first, found.gap, found.kept)
+        x, away = rows @ pair.M @ inverse.mT, pair.errors(rows, values)
+        for _ in range(_REFINEMENTS):
+            due = away.amax(-1) > REFINED
+            if not bool(due.any()):
+                break
+            took("pairs: refined")
+            dual = rows @ pair.M
+            rest = rows @ pair.A - values.unsqueeze(-1) * dual
+            rest = rest - (rest @ rows.mT) @ dual
+            conditions = EigenConditions(C, x, first, None, True, state)
+            moved = rows + conditions.tangent_solve(rest @ inverse.mT) @ inverse
+            moved, theirs = self.best_in_span(moved, pair)
+            left = pair.errors(moved, theirs)
+            # Without a gap to the next eigenvalue, a step may lead away.
+            due = (due & (left.amax(-1) < away.amax(-1))).unsqueeze(-1)
+            values, away = torch.where(due, theirs, values), torch.where(due, left, away)
+            rows = torch.where(due.unsqueeze(-1), moved, rows)
+        kept = found.kept
+        if isinstance(kept, Decomposition) and values is not first:
+            # The requested values are the last, and differ from those of C by its errors.
+            others = kept.values[..., : -values.shape[-1]]
+            kept = Decomposition(kept.rows, torch.cat([others, values.flip(-1)], -1))
+        return found._replace(value=rows, multiplier=values, kept=kept)
+
+    def best_in_span(self, rows: Tensor, pair: Residuals) -> tuple[Tensor, Tensor]:
+        """The eigenvectors of the pair restricted to the span of rows, and their values."""
+        return rayleigh_ritz(rows, rows @ pair.A, rows @ pair.M)
 
     def divided(self, unit: Tensor) -> Any:
         # Eigenvalues are proportional to A; in M they are of degree −1.
@@ -92,6 +153,7 @@ class PairedEigenvectors(Pair):
             across = without(v @ inverse.mT, x, normal, near)
             conditions = EigenConditions(C, x, state.shift, None, True, state)
             z = conditions.tangent_solve(across) @ inverse
+            z = z + self._correction(conditions, inverse, (A, M), y, v, normal, z)
             z = z if along is None else z + along
         assert z is not None
         dA = symmetric_product(z, y) if needs[0] else None
@@ -103,25 +165,139 @@ class PairedEigenvectors(Pair):
         z = z if normal is None else z + 0.5 * normal @ y
         return dA, -symmetric_product(z, y)
 
+    @torch.no_grad()
+    def _correction(
+        self,
+        conditions: EigenConditions,
+        inverse: Tensor,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        v: Tensor,
+        normal: Tensor,
+        z: Tensor,
+    ) -> Tensor | float:
+        """What a solution `z` of `(λM − A)z = v` on the complement lacks, as a constant.
+
+        A trace cannot look whether anything is missing, and always takes the step.
+        """
+        pair = Residuals(*map(symmetric_part, tensors))
+        values = conditions.values
+        dual = y @ pair.M
+        across = v - normal @ dual
+        rest = across - (values.unsqueeze(-1) * (z @ pair.M) - z @ pair.A)
+        rest = rest - (rest @ y.mT) @ dual
+        due = norm(rest) > REFINED * pair.eps * (pair.sizes(z, values) + norm(across))
+        if plain(z) and not bool(due.any()):
+            return 0.0
+        took("pairs: refined gradient")
+        step = conditions.tangent_solve(rest @ inverse.mT) @ inverse
+        return torch.where(due.unsqueeze(-1), step, 0)
+
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        A, M = self.tensors
-        inverse, C = congruence(A, M)
-        before, still = congruence(*fixed.tensors)
-        metric = symmetric_part(M)
-        y, values = found.value, found.multiplier
+        inverse, still = congruence(*fixed.tensors)
         if self.single:
-            y, values = y.unsqueeze(-2), values.unsqueeze(-1)
-        x = y @ symmetric_part(fixed.M) @ before.mT
-        step = symmetric_newton(C, still, found._replace(value=x, multiplier=values))
+            found = found._replace(multiplier=found.multiplier.unsqueeze(-1))
+        step = symmetric_newton(self.matrix, still, found, (self.tensors[1], inverse))
+        return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
 
-        def paired(y: Tensor) -> Tensor:
-            y = y.unsqueeze(-2) if self.single else y
-            y = step(y @ metric @ inverse.mT) @ inverse
-            return y.squeeze(-2) if self.single else y
 
-        return paired
+class Residuals(NamedTuple):
+    """The symmetric parts of a pair, in which residuals have no errors of the factor of `M`."""
+
+    A: Tensor
+    M: Tensor
+
+    @property
+    def eps(self) -> float:
+        return torch.finfo(self.A.dtype).eps
+
+    def sizes(self, rows: Tensor, values: Tensor) -> Tensor:
+        """`(‖A‖ + |λ|‖M‖)‖y‖` of rows `(*, k, n)`, to which rounding of `Ay − λMy` is relative."""
+        A, M = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in self)
+        return (A + values.abs() * M) * norm(rows)
+
+    def errors(self, rows: Tensor, values: Tensor) -> Tensor:
+        """The backward errors of eigenpairs in units of eps, `(*, k)`."""
+        rest = norm(rows @ self.A - values.unsqueeze(-1) * (rows @ self.M))
+        return rest / (self.eps * one_if_zero(self.sizes(rows, values)))
+
+
+def rayleigh_ritz(rows: Tensor, image: Tensor, dual: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvectors of a pair in the span of rows `(*, k, n)`, the largest value first.
+
+    `image` and `dual` are the products of the rows with `A` and with `M`, real or complex.
+    """
+    lower, _ = cholesky(_hermitian_part(rows.conj() @ dual.mT))
+    half = torch.linalg.solve_triangular(
+        lower, _hermitian_part(rows.conj() @ image.mT), upper=False
+    )
+    values, vectors = eigh(
+        _hermitian_part(torch.linalg.solve_triangular(lower, half.mH, upper=False))
+    )
+    turn = torch.linalg.solve_triangular(lower.mH, vectors.flip(-1), upper=True)
+    return turn.mT @ rows, values.flip(-1)
+
+
+def _hermitian_part(A: Tensor) -> Tensor:
+    return 0.5 * (A + A.mH)
+
+
+# Each step reduces errors by about eps times the conditions of A and M.
+_REFINEMENTS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedPairedEigenvectors(PairedEigenvectors):
+    """Eigenvectors of the embeddings of two Hermitian matrices, in pairs of `y` and `iy`."""
+
+    copies: ClassVar[int] = 2
+
+    def _run(
+        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+    ) -> Outcome:
+        require_implicit(gradient)
+        return super()._run(solver, gradient, init, report, throw)
+
+    def best_solver(self) -> Solver:
+        return self.alone(self.matrix).best_solver()
+
+    def alone(self, C: Tensor | Operator) -> PrincipalEigenvectors:
+        return EmbeddedEigenvectors.like(self, A=C, M=None, reference=None)
+
+    def found_alone(self, C: Tensor, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        alone = self.alone(C)
+        return alone.finished(alone.solved_by(solver, init, report))
+
+    def best_in_span(self, rows: Tensor, pair: Residuals) -> tuple[Tensor, Tensor]:
+        # Every second row is i times the one before.
+        one = rows[..., ::2, :]
+        y, values = rayleigh_ritz(*map(complex_rows, (one, one @ pair.A, one @ pair.M)))
+        return paired_rows(y), values.repeat_interleave(2, -1)
+
+
+@PrincipalEigenvectors.case(
+    lambda x: x.M is not None and x.A.dtype.is_complex and not is_complex_search(x)
+)
+@dataclass(frozen=True, eq=False)
+class ComplexPair(ComplexEigenvectors):
+    """A pair of dense Hermitian matrices, by their embeddings."""
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 2}
+
+    @classmethod
+    def of(cls, problem: Any) -> Any:
+        M = problem.M
+        return cls.like(problem, M=torch.diag_embed(M.d) if isinstance(M, Diagonal) else M)
+
+    def directions(self, rows: Tensor) -> Tensor:
+        return rows / norm(rows.detach()).unsqueeze(-1)
+
+    def embedding(self, A: Any, largest: bool) -> PrincipalEigenvectors:
+        took("pairs: complex")
+        k, skip, M = 2 * self.count, 2 * self.skip, real_matrix(self.M)
+        return EmbeddedPairedEigenvectors(real_matrix(A), k, largest, skip=skip, M=M)
 
 
 @dataclass(frozen=True, eq=False)

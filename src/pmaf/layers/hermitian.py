@@ -58,11 +58,7 @@ class EmbeddedEigenvectors(PrincipalEigenvectors):
     def _run(
         self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
     ) -> Outcome:
-        if not isinstance(gradient, Implicit):
-            raise TypeError(
-                f"gradient={gradient!r} needs real eigenvectors, which are unique up to a sign; "
-                "use gradient=Implicit() for a complex matrix"
-            )
+        require_implicit(gradient)
         return super()._run(solver, gradient, init, report, throw)
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
@@ -86,6 +82,15 @@ class EmbeddedEigenvectors(PrincipalEigenvectors):
             y, values = independent(complex_rows(rows), means(values))
         return outcome._replace(
             value=paired_rows(y), multiplier=values.repeat_interleave(2, -1), kept=kept
+        )
+
+
+def require_implicit(gradient: Gradient) -> None:
+    """Raise an error unless complex eigenvectors can be differentiated by this rule."""
+    if not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"gradient={gradient!r} needs real eigenvectors, which are unique up to a sign; "
+            "use gradient=Implicit() for a complex matrix"
         )
 
 

@@ -1,9 +1,8 @@
 """Pairs of matrices: `Ay = λMy` with `yᵀMy = 1`, for a symmetric positive definite `M`.
 
 A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`.
-Here are the pairs whose derivative goes through the factor: those with a diagonal `M`, an operator
-`A` with a dense `M`, and pairs of complex matrices. `dense_pairs.py` and `operator_pairs.py` have
-the others.
+Here are the pairs whose derivative goes through the factor: those with a diagonal `M`, and an
+operator `A` with a dense `M`. `dense_pairs.py` and `operator_pairs.py` have the others.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from pmaf import errors
 from pmaf.autograd.entries import entries
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
-from pmaf.layers.hermitian import phases
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky
-from pmaf.linalg.products import norm
+from pmaf.linalg.products import symmetric_part
 from pmaf.linalg.roundings import HALF
 from pmaf.operators.base import Operator
 from pmaf.operators.congruent import Congruent, solve_root
@@ -83,8 +81,7 @@ class Pair(PrincipalEigenvectors):
         """
         pair, value = self.with_flat([x.detach() for x in self.flat]), value.detach()
         if not isinstance(self.A, Operator):
-            wide = torch.complex128 if self.dtype.is_complex else torch.float64
-            pair, value = pair.with_flat([x.to(wide) for x in pair.flat]), value.to(wide)
+            pair, value = pair.with_flat([x.double() for x in pair.flat]), value.double()
         change = _Change(pair.M)
         x = change.forth(self.columns(value).to(pair.dtype))
         inner = self.alone(change.reduced(pair.A))
@@ -92,7 +89,7 @@ class Pair(PrincipalEigenvectors):
 
 
 class _Change:
-    """The change of variables `x = Tᴴy` with `M = TTᴴ`, for a diagonal or a dense `M`."""
+    """The change of variables `x = Tᵀy` with `M = TTᵀ`, for a diagonal or a dense `M`."""
 
     def __init__(self, M: Tensor | Diagonal) -> None:
         self.dims = 1 if isinstance(M, Diagonal) else 2
@@ -100,28 +97,26 @@ class _Change:
             self.root, bad = M.d.sqrt(), ~(M.d > 0)
             M, bad = M.d, bad.any(-1)
         else:
-            self.root, info = cholesky(0.5 * (M + M.mH))
+            self.root, info = cholesky(symmetric_part(M))
             bad = info != 0
         if plain(bad) and bool(bad.any()):
             refuse_metric(M, bad)
 
     def reduced(self, A: Tensor | Operator) -> Tensor | Operator:
-        """`T⁻¹AT⁻ᴴ`."""
+        """`T⁻¹AT⁻ᵀ`."""
         if isinstance(A, Operator):
             return Congruent(A, self.root, self.dims)
         if self.dims == 1:
             return A / self.root.unsqueeze(-1) / self.root.unsqueeze(-2)
-        left = torch.linalg.solve_triangular(self.root, 0.5 * (A + A.mH), upper=False)
-        return torch.linalg.solve_triangular(self.root, left.mH, upper=False)
+        left = torch.linalg.solve_triangular(self.root, symmetric_part(A), upper=False)
+        return torch.linalg.solve_triangular(self.root, left.mT, upper=False)
 
     def forth(self, y: Tensor) -> Tensor:
-        """`Tᴴy` for columns `(*, n, k)`."""
-        return self.root.unsqueeze(-1) * y if self.dims == 1 else self.root.mH @ y
+        """`Tᵀy` for columns `(*, n, k)`."""
+        return self.root.unsqueeze(-1) * y if self.dims == 1 else self.root.mT @ y
 
     def back(self, x: Tensor) -> Tensor:
-        """`T⁻ᴴx` for columns `(*, n, k)`."""
-        if self.root.is_complex():
-            return torch.linalg.solve_triangular(self.root.mH, x, upper=True)
+        """`T⁻ᵀx` for columns `(*, n, k)`."""
         return solve_root(self.root, x.mT, self.dims, transposed=True).mT
 
 
@@ -184,7 +179,8 @@ class FactoredPair(Pair):
         def convert(found: Solution) -> Solution:
             with full_precision(self.device):
                 rows = change.back(self.columns(found.value)).mT
-                y = self._shaped((rows * pair.turns(rows).unsqueeze(-1)).mT)
+                signs = pair.signs(self.directions(rows.detach()), False)
+                y = self._shaped((rows * signs.unsqueeze(-1)).mT)
             return in_dtype(self.dtype, replace(found, value=y))
 
         return inner, start, convert
@@ -195,27 +191,4 @@ class FactoredPair(Pair):
     @property
     def way(self) -> str:
         """How the pair is solved, for the log."""
-        if self.dtype.is_complex:
-            return "Cholesky, complex"
         return "diagonal" if isinstance(self.M, Diagonal) else "factor and products"
-
-    def turns(self, rows: Tensor) -> Tensor:
-        """The sign for each row, `(*, k)`, of any length."""
-        return self.signs(self.directions(rows.detach()), False)
-
-
-@PrincipalEigenvectors.case(
-    lambda x: x.M is not None and x.A.dtype.is_complex and not is_complex_search(x)
-)
-@dataclass(frozen=True, eq=False)
-class ComplexPair(FactoredPair):
-    """A pair of dense Hermitian matrices."""
-
-    @classmethod
-    def of(cls, problem: Any) -> Any:
-        M = problem.M
-        return cls.like(problem, M=torch.diag_embed(M.d) if isinstance(M, Diagonal) else M)
-
-    def turns(self, rows: Tensor) -> Tensor:
-        """The phase for each row, `(*, k)`, of any length."""
-        return phases(self, rows / norm(rows).unsqueeze(-1)).squeeze(-1)

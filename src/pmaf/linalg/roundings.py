@@ -13,6 +13,7 @@ from pmaf import errors
 HALF = (torch.float16, torch.bfloat16)
 
 # Every comparison with a rounding error uses one of these multiples of eps.
+REFINED = 1.0  # a residual that is refined if it is larger, relative to the sizes of its terms
 ROUNDED = 4.0  # a product or a linear solve, relative to the sizes of its operands
 DECOMPOSED = 6.0  # the residual of an eigenvector from LAPACK, relative to the largest modulus
 NOISE = 8.0  # a coefficient of a vector in an eigenbasis, relative to the vector
