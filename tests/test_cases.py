@@ -34,7 +34,11 @@ EXAMPLES: dict[str, tuple[Any, str]] = {
     "pair, matrix": (pmaf.PrincipalEigenvectors(A, M=Matrix(M)), "PairedEigenvectors"),
     "pair, M by products": (pmaf.PrincipalEigenvectors(A, M=products(M)), "PairedEigenvectors"),
     "pair, A by products": (pmaf.PrincipalEigenvectors(products(A), M=M), "FactoredPair"),
-    "pair, diagonal": (pmaf.PrincipalEigenvectors(A, M=Diagonal(B)), "FactoredPair"),
+    "pair, diagonal": (pmaf.PrincipalEigenvectors(A, M=Diagonal(B)), "DiagonalPair"),
+    "pair, A by products, diagonal": (
+        pmaf.PrincipalEigenvectors(products(A), M=Diagonal(B)),
+        "FactoredPair",
+    ),
     "pair, both by products": (
         pmaf.PrincipalEigenvectors(products(A), M=products(M)),
         "FactoredPair",

@@ -215,11 +215,36 @@ def test_a_metric_that_is_singular_up_to_rounding_is_left_to_the_common_path(cap
     # The last pivot is 2⁻²³, which is positive, and rounding of the diagonal entry.
     M = torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1 + 2.0**-23]])
     assert failures(A[0], M) == 1
-    assert failures(A[0].double(), M.double()) == 0
+    pmaf.ied(A[0].double(), M=M.double())  # in double precision it is positive definite
+    caplog.clear()
     M[2, 2] = 1.0
     with pytest.raises(ValueError, match="M is not positive definite"):
         pmaf.ied(A[0], M=M)
     assert ways(caplog) == {"pairs: Cholesky"}
+
+
+@pytest.mark.parametrize("n", [3, 9, 20, 40])
+@pytest.mark.parametrize("dtype", [F64, C128], ids=str)
+def test_pairs_with_errors_of_the_factor_are_left_to_the_common_path(dtype, n, caplog):
+    """The smallest eigenvalues of 50 pairs, of which one has cond(M) = 1e8."""
+    caplog.set_level("DEBUG", logger="pmaf")
+    A, M = pair(50, n, dtype)
+    A = A @ A
+    Q = torch.linalg.qr(pair(1, n, dtype, seed=1)[0][0]).Q
+    M[7] = (Q * torch.logspace(0, -8, n, dtype=F64)) @ Q.mH
+    M = 0.5 * (M + M.mH)
+    _, _, failed = native.largest_of_pair(A, M, None, False, False)[0]
+    assert failed is not None
+    assert bool(failed[7])
+    assert int(failed.sum()) < 25
+    values, y = pmaf.ied(A, M=M, largest=False)
+    assert COMPILED | {"pairs: common path for some", "pairs: refined"} <= ways(caplog)
+    image, dual = ((x @ y.unsqueeze(-1)).squeeze(-1) for x in (A, M))
+    rest = torch.linalg.vector_norm(image - values[:, None] * dual, dim=-1)
+    size, mass = (torch.linalg.matrix_norm(x) for x in (A, M))
+    sizes = (size + values * mass) * torch.linalg.vector_norm(y, dim=-1)
+    # The kernels leave 4 roundings, and the products of this test have n.
+    assert bool((rest <= (4 + n) * torch.finfo(F64).eps * sizes).all())
 
 
 @pytest.mark.parametrize("dtype", [F64, C128], ids=str)

@@ -98,7 +98,7 @@ def test_each_kind_takes_its_way(caplog):
     sparse = M.to_sparse_csr()
     for A_given, M_given, way in [
         (A, M, {"pairs: compiled" if native.available else "pairs: Cholesky"}),
-        (A, d, {"pairs: diagonal"}),
+        (A, d, {"pairs: compiled" if native.available else "pairs: diagonal"}),
         (Matrix(A), d, {"pairs: diagonal"}),
         (A, sparse, {"pairs: entries of M", "pairs: Cholesky"}),
         (Matrix(A), M, {"pairs: factor and products"}),
@@ -106,6 +106,8 @@ def test_each_kind_takes_its_way(caplog):
     ]:
         pmaf.ied(A_given, 2, M=M_given)
         assert ways(caplog) == way
+    pmaf.ied(A, 2, M=d, reference=0)
+    assert ways(caplog) == {"pairs: diagonal"}
 
 
 def test_shift_and_invert_of_scipy():

@@ -190,16 +190,22 @@ class EigenConditions(NamedTuple):
         along = None if self.d_values is None else self.d_values.unsqueeze(-1) * y
         if v is None:
             return torch.zeros_like(y) if along is None else along
-        shift = self.values.unsqueeze(-1)
         if k > 1:
             v = without(v, y, *normal_part(v @ y.mT, self.A, self.values, self.state))
+        z = self.solve(v)
+        return z if along is None else z + along
+
+    def solve(self, v: Tensor) -> Tensor:
+        """`z` for a symmetric matrix and rows `v` without their normal part."""
+        y, k = self.y, self.values.shape[-1]
+        shift = self.values.unsqueeze(-1)
+        if k > 1:
             shift = torch.diag_embed(self.values)
             if torch.is_grad_enabled():  # the coupling is zero, its derivative is not
                 eye = torch.eye(k, dtype=torch.bool, device=y.device)
                 coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
                 shift = shift + 0.5 * (coupling + coupling.mT)
-        z = tangent_solve(_ShiftedSystem(), v, y, (self.A,), shift, self.state)
-        return z if along is None else z + along
+        return tangent_solve(_ShiftedSystem(), v, y, (self.A,), shift, self.state)
 
     def _bordered_solve(self, v: Tensor | None) -> Tensor:
         """`(λI − A)ᵀw + αy = v` with `yᵀw = ∂L/∂λ`, without a matrix larger than `A`.
@@ -377,14 +383,21 @@ def _per_entry(function, x: Tensor, other: Tensor) -> Tensor:
     return stacked.reshape(*batch, *stacked.shape[1:])
 
 
+def _itself(rows: Tensor) -> Tensor:
+    return rows
+
+
+_OfRows = Callable[[Tensor], Tensor]
+
+
 def symmetric_newton(
-    A: Tensor, fixed: Tensor, found: Any, pair: tuple[Tensor, Tensor] | None = None
+    A: Tensor, fixed: Tensor, found: Any, pair: tuple[_OfRows, _OfRows] = (_itself, _itself)
 ) -> Callable[[Tensor], Tensor]:
     """Newton's step for eigenvectors as rows `(*, k, n)`, from a solution for `fixed`.
 
-    For a pair of `A` and `M`, `pair` is `M` and an inverse root `T⁻¹` of the fixed one, and `fixed`
-    is the matrix to which the root reduces the fixed `A`. Residuals are those of the given
-    matrices, so that further steps correct errors of the root.
+    For a pair of `A` and `M = TTᵀ`, `fixed` is the matrix to which the fixed pair reduces, and
+    `pair` has the products of rows with `M`, and of eigenvectors of `fixed` with `T⁻ᵀ`. Residuals
+    are those of the given matrices, so that further steps correct errors of `T`.
     """
     S, shift = symmetric_part(A), found.multiplier
     if isinstance(found.kept, Decomposition):
@@ -397,10 +410,8 @@ def symmetric_newton(
     inverse = torch.where(apart, 1 / torch.where(apart, rise, 1), 0)
     # The vectors of a repeated eigenvalue move together: only their span has derivatives.
     linked = ~differences(shift, scale)[1]
-    basis = vectors.mT if pair is None else vectors.mT @ pair[1]
-
-    def dual(y: Tensor) -> Tensor:
-        return y if pair is None else y @ symmetric_part(pair[0])
+    dual, back = pair
+    basis = back(vectors.mT)
 
     def step(y: Tensor) -> Tensor:
         image = y @ S

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
+    differences,
     normal_part,
     symmetric_newton,
     symmetric_product,
@@ -43,14 +44,16 @@ from pmaf.layers.eigenvectors import (
 )
 from pmaf.layers.hermitian import ComplexEigenvectors, EmbeddedEigenvectors, require_implicit
 from pmaf.layers.pairs import Pair, is_complex_search, refuse_metric
-from pmaf.linalg.decompositions import cholesky, eigh
+from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import complex_rows, paired_rows, real_matrix
-from pmaf.linalg.products import norm, one_if_zero, symmetric_part
-from pmaf.linalg.roundings import REFINED
+from pmaf.linalg.pencil import Pencil, Root, are_near, normalised, rayleigh_ritz, small_turn
+from pmaf.linalg.products import norm, symmetric_part
+from pmaf.linalg.roundings import REFINED, noise_tolerance
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
+from pmaf.solution import Certificate
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
@@ -63,44 +66,66 @@ from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Nothing, Reduc
 class PairedEigenvectors(Pair):
     """`PrincipalEigenvectors` of two dense matrices, both of which get gradients."""
 
+    diagonal: ClassVar[bool] = False  # whether M is given as its diagonal
+
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A, M = self.tensors
-        took("pairs: Cholesky")
-        inverse, C = congruence(A, M, checked=True)
+        took("pairs: diagonal" if self.diagonal else "pairs: Cholesky")
+        root = self.root(M, checked=True)
+        C = root.reduced(A)
         if init is not None:
-            init = inverse @ (symmetric_part(M) @ init)
+            init = root.turned(self.pencil(A, M).dual(init.mT)).mT
         found = self.found_alone(C, solver, init, report)
         if found.value.requires_grad:  # the solver is differentiated, and nothing else
-            return found._replace(value=found.value @ inverse)
-        found = self._refined(found, inverse, C)
-        kept = Congruence(inverse, C) if isinstance(found.kept, Nothing) else found.kept
+            return found._replace(value=root.back(found.value))
+        found = self._refined(found, root, C)
+        kept = Congruence(root.inverse, C) if isinstance(found.kept, Nothing) else found.kept
         return found._replace(kept=kept)
+
+    def pencil(self, A: Tensor, M: Tensor) -> Pencil:
+        """The pair in its own variables."""
+        return Pencil.of(A, M, self.diagonal)
+
+    def root(self, M: Tensor, checked: bool = False) -> Root:
+        """An inverse root of `M`, differentiable; an error if there is none and it is checked.
+
+        It is formed, because it is used six times in both passes, and products with it are several
+        times faster than triangular solves. Its errors are about cond(T) roundings.
+        """
+        lower, info = cholesky(symmetric_part(M))
+        if checked and bool(info.any()):
+            refuse_metric(M, info != 0)
+        eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(lower)
+        return Root(torch.linalg.solve_triangular(lower, eye, upper=False), False)
 
     def found_alone(self, C: Tensor, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         """The solution for the matrix to which the pair reduces."""
         return self.alone(C).solved_by(solver, init, report)
 
-    def _refined(self, found: Outcome, inverse: Tensor, C: Tensor) -> Outcome:
+    def _refined(self, found: Outcome, root: Root, C: Tensor) -> Outcome:
         """The solution of the pair, given that for `C`.
 
         Where residuals `Ay − λMy` are above rounding, the vectors take steps of Newton's method,
         with the derivative at the solution for `C`, and the best vectors in their span follow.
         """
-        pair = Residuals(*map(symmetric_part, self.tensors))
-        first, rows, values = found.multiplier, found.value @ inverse, found.multiplier
+        pair, rows = self.pencil(*self.tensors), root.back(found.value)
+        first = values = found.multiplier
         state = State(first, found.gap, found.kept)
-        x, away = rows @ pair.M @ inverse.mT, pair.errors(rows, values)
-        for _ in range(_REFINEMENTS):
+        x, away = root.turned(pair.dual(rows)), pair.errors(rows, values)
+        for step in range(_REFINEMENTS):
             due = away.amax(-1) > REFINED
             if not bool(due.any()):
                 break
             took("pairs: refined")
-            dual = rows @ pair.M
+            dual = pair.dual(rows)
             rest = rows @ pair.A - values.unsqueeze(-1) * dual
-            rest = rest - (rest @ rows.mT) @ dual
+            inside = rest @ rows.mT
             conditions = EigenConditions(C, x, first, None, True, state)
-            moved = rows + conditions.tangent_solve(rest @ inverse.mT) @ inverse
-            moved, theirs = self.best_in_span(moved, pair)
+            across = root.back(conditions.solve(root.turned(rest - inside @ dual)))
+            moved = rows + across + small_turn(inside, values) @ rows
+            # A decomposition separates vectors of close values, up to rounding of the largest
+            # value, and turns of first order remove that.
+            moved, theirs = self.separated(moved, pair, normalised if step else rayleigh_ritz)
             left = pair.errors(moved, theirs)
             # Without a gap to the next eigenvalue, a step may lead away.
             due = (due & (left.amax(-1) < away.amax(-1))).unsqueeze(-1)
@@ -113,9 +138,9 @@ class PairedEigenvectors(Pair):
             kept = Decomposition(kept.rows, torch.cat([others, values.flip(-1)], -1))
         return found._replace(value=rows, multiplier=values, kept=kept)
 
-    def best_in_span(self, rows: Tensor, pair: Residuals) -> tuple[Tensor, Tensor]:
-        """The eigenvectors of the pair restricted to the span of rows, and their values."""
-        return rayleigh_ritz(rows, rows @ pair.A, rows @ pair.M)
+    def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
+        """Rows in the span of `rows`, by one of two functions below, and their values."""
+        return by(rows, rows @ pair.A, pair.dual(rows))
 
     def divided(self, unit: Tensor) -> Any:
         # Eigenvalues are proportional to A; in M they are of degree −1.
@@ -144,16 +169,20 @@ class PairedEigenvectors(Pair):
             if isinstance(kept, (Congruence, Reduced)):
                 state = state._replace(kept=NOTHING)
             if isinstance(kept, Congruence) and not torch.is_grad_enabled():
-                inverse, C = kept
+                root, C = Root(kept.inverse, self.diagonal), kept.matrix
             else:
-                inverse, C = congruence(A, M)
-            x = y @ symmetric_part(M) @ inverse.mT
+                root = self.root(M)
+                C = root.reduced(A)
+            x = root.turned(self.pencil(A, M).dual(y))
             # Products in the given variables have no rounding errors of the factor.
             normal, near = normal_part(v @ y.mT, C, state.shift, state)
-            across = without(v @ inverse.mT, x, normal, near)
+            # Vectors of a small value would get rounding errors of those of large ones.
+            near = near & are_near(state.shift)
+            normal = torch.where(near, normal, 0)
+            across = without(root.turned(v), x, normal, near)
             conditions = EigenConditions(C, x, state.shift, None, True, state)
-            z = conditions.tangent_solve(across) @ inverse
-            z = z + self._correction(conditions, inverse, (A, M), y, v, normal, z)
+            z = root.back(conditions.solve(across))
+            z = z + self._correction(conditions, root, self.pencil(A, M), y, v, normal, z)
             z = z if along is None else z + along
         assert z is not None
         dA = symmetric_product(z, y) if needs[0] else None
@@ -163,89 +192,89 @@ class PairedEigenvectors(Pair):
             return dA, None
         z = state.shift.unsqueeze(-1) * z
         z = z if normal is None else z + 0.5 * normal @ y
-        return dA, -symmetric_product(z, y)
+        return dA, -self.metric_gradient(z, y)
+
+    def metric_gradient(self, z: Tensor, y: Tensor) -> Tensor:
+        """The symmetric part of `Σ zyᵀ`, as a gradient of `M`."""
+        return symmetric_product(z, y)
 
     @torch.no_grad()
     def _correction(
         self,
         conditions: EigenConditions,
-        inverse: Tensor,
-        tensors: tuple[Tensor, ...],
+        root: Root,
+        pair: Pencil,
         y: Tensor,
         v: Tensor,
         normal: Tensor,
         z: Tensor,
-    ) -> Tensor | float:
-        """What a solution `z` of `(λM − A)z = v` on the complement lacks, as a constant.
-
-        A trace cannot look whether anything is missing, and always takes the step.
-        """
-        pair = Residuals(*map(symmetric_part, tensors))
-        values = conditions.values
-        dual = y @ pair.M
+    ) -> Tensor:
+        """What a solution `z` of `(λM − A)z = v` on the complement lacks, as a constant."""
+        values, dual = conditions.values, pair.dual(y)
         across = v - normal @ dual
-        rest = across - (values.unsqueeze(-1) * (z @ pair.M) - z @ pair.A)
-        rest = rest - (rest @ y.mT) @ dual
-        due = norm(rest) > REFINED * pair.eps * (pair.sizes(z, values) + norm(across))
-        if plain(z) and not bool(due.any()):
-            return 0.0
-        took("pairs: refined gradient")
-        step = conditions.tangent_solve(rest @ inverse.mT) @ inverse
-        return torch.where(due.unsqueeze(-1), step, 0)
+        # Inside the span, products that are zero up to rounding stay zero.
+        difference, apart = differences(values, values.abs().amax(-1)[..., None, None])
+        sizes = norm(v).unsqueeze(-1) * norm(y).unsqueeze(-2)
+        apart = apart & ((across @ y.mT).abs() > noise_tolerance(v.dtype) * sizes)
+        difference = torch.where(apart, difference, 1)
+        found = z
+        # A trace cannot look whether steps are needed, and takes one.
+        for _ in range(_REFINEMENTS if plain(z) else 1):
+            rest = across - (values.unsqueeze(-1) * pair.dual(found) - found @ pair.A)
+            inside = rest @ y.mT
+            outside, inside = rest - inside @ dual, torch.where(apart, inside, 0)
+            size = pair.sizes(found, values) + norm(across)
+            due = norm(outside + inside @ dual) > REFINED * pair.eps * size
+            if plain(z):
+                if not bool(due.any()):
+                    break
+                took("pairs: refined gradient")
+            step = root.back(conditions.solve(root.turned(outside)))
+            step = step + (inside / difference) @ y
+            found = found + torch.where(due.unsqueeze(-1), step, 0)
+        # The other parts inside the span are zero, which no residual shows.
+        along = torch.where(apart, 0, pair.dual(found) @ y.mT)
+        return found - along @ y - z
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        inverse, still = congruence(*fixed.tensors)
+        A, M = fixed.tensors
+        root = self.root(M)
         if self.single:
             found = found._replace(multiplier=found.multiplier.unsqueeze(-1))
-        step = symmetric_newton(self.matrix, still, found, (self.tensors[1], inverse))
+        pair = self.pencil(*self.tensors)
+        step = symmetric_newton(self.matrix, root.reduced(A), found, (pair.dual, root.back))
         return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
-
-
-class Residuals(NamedTuple):
-    """The symmetric parts of a pair, in which residuals have no errors of the factor of `M`."""
-
-    A: Tensor
-    M: Tensor
-
-    @property
-    def eps(self) -> float:
-        return torch.finfo(self.A.dtype).eps
-
-    def sizes(self, rows: Tensor, values: Tensor) -> Tensor:
-        """`(‖A‖ + |λ|‖M‖)‖y‖` of rows `(*, k, n)`, to which rounding of `Ay − λMy` is relative."""
-        A, M = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in self)
-        return (A + values.abs() * M) * norm(rows)
-
-    def errors(self, rows: Tensor, values: Tensor) -> Tensor:
-        """The backward errors of eigenpairs in units of eps, `(*, k)`."""
-        rest = norm(rows @ self.A - values.unsqueeze(-1) * (rows @ self.M))
-        return rest / (self.eps * one_if_zero(self.sizes(rows, values)))
-
-
-def rayleigh_ritz(rows: Tensor, image: Tensor, dual: Tensor) -> tuple[Tensor, Tensor]:
-    """The eigenvectors of a pair in the span of rows `(*, k, n)`, the largest value first.
-
-    `image` and `dual` are the products of the rows with `A` and with `M`, real or complex.
-    """
-    lower, _ = cholesky(_hermitian_part(rows.conj() @ dual.mT))
-    half = torch.linalg.solve_triangular(
-        lower, _hermitian_part(rows.conj() @ image.mT), upper=False
-    )
-    values, vectors = eigh(
-        _hermitian_part(torch.linalg.solve_triangular(lower, half.mH, upper=False))
-    )
-    turn = torch.linalg.solve_triangular(lower.mH, vectors.flip(-1), upper=True)
-    return turn.mT @ rows, values.flip(-1)
-
-
-def _hermitian_part(A: Tensor) -> Tensor:
-    return 0.5 * (A + A.mH)
 
 
 # Each step reduces errors by about eps times the conditions of A and M.
 _REFINEMENTS = 3
+
+
+@Pair.case(lambda x: isinstance(x.A, Tensor) and isinstance(x.M, Diagonal))
+@dataclass(frozen=True, eq=False)
+class DiagonalPair(PairedEigenvectors):
+    """The same for a diagonal `M`, of which the diagonal is a tensor."""
+
+    inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 1}
+    diagonal: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, problem: Any) -> Any:
+        return cls.like(problem, M=problem.M.d)
+
+    def root(self, M: Tensor, checked: bool = False) -> Root:
+        bad = ~(M > 0).all(-1)
+        if checked and bool(bad.any()):
+            refuse_metric(M, bad)
+        return Root(M.rsqrt(), True)
+
+    def metric_gradient(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z * y).sum(-2)
+
+    def certified(self, value: Tensor) -> Certificate:
+        return Pair.like(self, M=Diagonal(self.M)).certified(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,10 +299,10 @@ class EmbeddedPairedEigenvectors(PairedEigenvectors):
         alone = self.alone(C)
         return alone.finished(alone.solved_by(solver, init, report))
 
-    def best_in_span(self, rows: Tensor, pair: Residuals) -> tuple[Tensor, Tensor]:
+    def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
         # Every second row is i times the one before.
         one = rows[..., ::2, :]
-        y, values = rayleigh_ritz(*map(complex_rows, (one, one @ pair.A, one @ pair.M)))
+        y, values = by(*map(complex_rows, (one, one @ pair.A, pair.dual(one))))
         return paired_rows(y), values.repeat_interleave(2, -1)
 
 
@@ -295,7 +324,8 @@ class ComplexPair(ComplexEigenvectors):
         return rows / norm(rows.detach()).unsqueeze(-1)
 
     def embedding(self, A: Any, largest: bool) -> PrincipalEigenvectors:
-        took("pairs: complex")
+        if not torch.compiler.is_compiling():  # a trace cannot follow a log
+            took("pairs: complex")
         k, skip, M = 2 * self.count, 2 * self.skip, real_matrix(self.M)
         return EmbeddedPairedEigenvectors(real_matrix(A), k, largest, skip=skip, M=M)
 
@@ -324,6 +354,8 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
 
     Returns None where the common path is needed, which also says what is wrong with `M`.
     """
+    if isinstance(M, Diagonal) and A.shape == M.shape and is_reduced(A, k or 1):
+        M = torch.diag_embed(M.d)
     if not (isinstance(M, Tensor) and A.shape == M.shape and A.dtype == M.dtype):
         return None
     shape = A.shape
@@ -355,17 +387,3 @@ def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:
     A, M = A[mask], M[mask]
     finite = bool(A.isfinite().all()) and bool(M.isfinite().all())
     return finite and not bool(cholesky(0.5 * (M + M.mH))[1].any())
-
-
-def congruence(A: Tensor, M: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
-    """`L⁻¹` and `C = L⁻¹AL⁻ᵀ` for `M = LLᵀ`, of the symmetric parts; differentiable.
-
-    `L⁻¹` is formed, because it is used six times in both passes, and products with it are several
-    times faster than triangular solves. The errors of both are about cond(L) roundings.
-    """
-    lower, info = cholesky(symmetric_part(M))
-    if checked and bool(info.any()):
-        refuse_metric(M, info != 0)
-    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-    return inverse, symmetric_part(inverse @ symmetric_part(A) @ inverse.mT)

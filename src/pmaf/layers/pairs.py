@@ -1,8 +1,8 @@
 """Pairs of matrices: `Ay = λMy` with `yᵀMy = 1`, for a symmetric positive definite `M`.
 
 A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`.
-Here are the pairs whose derivative goes through the factor: those with a diagonal `M`, and an
-operator `A` with a dense `M`. `dense_pairs.py` and `operator_pairs.py` have the others.
+Here are the pairs whose derivative goes through the factor: an operator `A` with a dense or a
+diagonal `M`. `dense_pairs.py` and `operator_pairs.py` have the others.
 """
 
 from __future__ import annotations
@@ -151,8 +151,7 @@ def is_complex_search(problem: Any) -> bool:
 def _reduces(pair: Any) -> bool:
     if _cut(pair):
         return False
-    factor = isinstance(pair.A, Operator) and isinstance(pair.M, Tensor)
-    return factor or isinstance(pair.M, Diagonal)
+    return isinstance(pair.A, Operator) and isinstance(pair.M, (Tensor, Diagonal))
 
 
 @Pair.case(_reduces)

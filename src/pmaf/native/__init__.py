@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 4
+_VERSION = 5
 # The types of their arguments, a letter each.
 _FUNCTIONS = {
     "pmaf_ied_forward": "pliiidpdpppi",
     "pmaf_ied_backward": "pppppliiiiddppi",
-    "pmaf_pair_forward": "ppliiidpddppppppi",
+    "pmaf_pair_forward": "ppliiidpdddppppppi",
     "pmaf_pair_backward": "pppppliiiddpppi",
     "pmaf_less_forward": "ppliippppppi",
     "pmaf_less_backward": "ppppppliipppi",
@@ -144,7 +144,8 @@ def largest_of_pair(
 ) -> tuple[Pairs, Reduced | None]:
     """The k largest eigenpairs of `Ay = λMy`, `yᴴMy = 1`, as columns, and what to keep.
 
-    Both matrices are `(*, n, n)`. An entry also fails if `M` may not be positive definite.
+    Both matrices are `(*, n, n)`. An entry also fails if `M` may not be positive definite,
+    or if errors of its factor are above rounding of `A` and `M`.
     """
     A, M = _laid_out(A), _laid_out(M)
     n, dtype, count = A.shape[-1], A.dtype, A.numel() // A.shape[-1] ** 2
@@ -166,6 +167,7 @@ def largest_of_pair(
         second,
         tolerance,
         n * torch.finfo(dtype).eps,
+        ROUNDED * torch.finfo(dtype).eps,
         values.data_ptr(),
         vectors.data_ptr(),
         *((x.data_ptr() for x in kept) if kept else (None, None, None)),

@@ -15,6 +15,7 @@ struct Forward {
   const double *second;    // (n), decides signs where the sum of a vector is zero
   double tolerance;        // up to which a sum counts as zero
   double definite;         // the least pivot of M, relative to its diagonal
+  double refined;          // the largest residual of a pair of double precision, relative to its terms
   void *values, *vectors;  // (batch, k), (batch, k, n)
   double *matrix, *factor, *x;  // of a pair: C, the factor of M, (batch, n, n), and (batch, k, n)
   uint8_t *failed;         // (batch), or null

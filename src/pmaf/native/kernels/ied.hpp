@@ -230,6 +230,47 @@ template <class F, class R> inline MaskOf<R> fits(R x) {
   return size_of(x) <= all_of<R>(most);
 }
 
+// The Frobenius norm, by the upper triangle.
+template <class S> inline typename S::Number frobenius(const typename S::Number *a, int n) {
+  typename S::Number sum = all_of<typename S::Number>(0);
+  for (int i = 0; i < n; ++i)
+    for (int j = i; j < n; ++j)
+      sum += square_of(S::entry(a + i * S::stride_of(n), j)) *
+             all_of<typename S::Number>(i == j ? 1 : 2);
+  return root(sum);
+}
+
+// Where the residuals of the eigenpairs of A and M that have been stored are rounding. The factor of M
+// multiplies rounding errors by the condition of M. `a` and `m` hold a matrix each, `y` a vector, and
+// `work` four.
+template <class S, class F>
+inline MaskOf<typename S::Number> are_accurate(const Forward &p, long first, int filled,
+                                               typename S::Number *a, typename S::Number *m,
+                                               typename S::Number *y, typename S::Number *work) {
+  using R = typename S::Number;
+  const int n = p.n, k = p.k, stride = S::stride_of(n);
+  const long start = first * n * n * S::parts;
+  const R unit = load<S, F>((const F *)p.A + start, n, filled, 1, a),
+          metric = load<S, F>((const F *)p.M + start, n, filled, 1, m),
+          size = frobenius<S>(a, n), mass = frobenius<S>(m, n);
+  R *image = work, *dual = work + 2 * stride;
+  MaskOf<R> good = size == size;
+  for (int i = 0; i < stride; ++i) y[i] = all_of<R>(0);
+  for (int j = 0; j < k; ++j) {
+    R value;
+    load_row<R, F>((const F *)p.values + first * k + j, k, filled, 1, &value);
+    const long from = (first * k + j) * n * S::parts;
+    load_entries<S, F>((const F *)p.vectors + from, (long)k * n, filled, n, y);
+    value = value / unit * metric;
+    S::product(a, n, stride, y, image);
+    S::product(m, n, stride, y, dual);
+    for (int i = 0; i < stride; ++i) image[i] -= value * dual[i];
+    const R most = all_of<R>(p.refined) * (size + size_of(value) * mass) * root(square<S>(y, n));
+    good = both(good, root(square<S>(image, n)) <= most);
+  }
+  return good;
+}
+
 template <class S, class F>
 inline long find_pairs(const Forward &p, long first, int filled, typename S::Number *space) {
   using R = typename S::Number;
@@ -269,6 +310,9 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
     store_entries<S, F>(z, all_of<R>(1), step, filled, n, (F *)p.vectors + start);
     if (p.x) store_entries<S, double>(x, all_of<R>(1), step, filled, n, p.x + start);
   }
+  // Beside the rounding of numbers of single precision, those errors are nothing.
+  if constexpr (sizeof(F) == 8)
+    if (pair) good = both(good, are_accurate<S, F>(p, first, filled, a, lower, z, work));
   return report<R>(good, first, filled, p.failed);
 }
 

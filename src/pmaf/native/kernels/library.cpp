@@ -187,7 +187,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below.
-EXPORT int pmaf_version() { return 4; }
+EXPORT int pmaf_version() { return 5; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -211,8 +211,8 @@ EXPORT const char *pmaf_choose(const char *name) {
 EXPORT long pmaf_ied_forward(const void *A, long batch, int n, int k, int kind, double sign,
                              const double *second, double tolerance, void *values, void *vectors,
                              uint8_t *failed, int threads) {
-  const pmaf::Forward p{A,       nullptr, batch,  n,       k,       sign,    second, tolerance, 0,
-                        values, vectors, nullptr, nullptr, nullptr, failed};
+  const pmaf::Forward p{A, nullptr, batch,  n,       k,       sign,    second,  tolerance,
+                        0, 0,       values, vectors, nullptr, nullptr, nullptr, failed};
   return pmaf::chosen->forward[kind](p, threads);
 }
 
@@ -227,10 +227,10 @@ EXPORT long pmaf_ied_backward(const void *A, const void *y, const void *v, const
 
 EXPORT long pmaf_pair_forward(const void *A, const void *M, long batch, int n, int k, int kind,
                               double sign, const double *second, double tolerance, double definite,
-                              void *values, void *vectors, double *matrix, double *factor,
-                              double *x, uint8_t *failed, int threads) {
-  const pmaf::Forward p{A,        M,      batch,   n,      k,      sign, second, tolerance,
-                        definite, values, vectors, matrix, factor, x,    failed};
+                              double refined, void *values, void *vectors, double *matrix,
+                              double *factor, double *x, uint8_t *failed, int threads) {
+  const pmaf::Forward p{A,        M,       batch,  n,       k,      sign,   second, tolerance,
+                        definite, refined, values, vectors, matrix, factor, x,      failed};
   return pmaf::chosen->forward[kind](p, threads);
 }
 
