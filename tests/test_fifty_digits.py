@@ -86,14 +86,15 @@ def rounded(x, seed):
 @pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_errors_are_those_of_rounding_the_inputs(case, k, largest, dtype, caplog):
+@pytest.mark.parametrize("draw", [1000, 3000])
+def test_errors_are_those_of_rounding_the_inputs(draw, case, k, largest, dtype, caplog):
     """By the default call and, with a reference, by the common path."""
     caplog.set_level(logging.DEBUG, logger="pmaf")
     values, masses = CASES[case]
-    A = with_eigenvalues(values, dtype, 0)
-    M = None if masses is None else with_eigenvalues(masses, dtype, 1)
-    v = drawn(dtype, 2)[:k]
-    directions = [drawn(dtype, 3 + i) for i in range(1 if M is None else 2)]
+    A = with_eigenvalues(values, dtype, draw)
+    M = None if masses is None else with_eigenvalues(masses, dtype, draw + 1)
+    v = drawn(dtype, draw + 2)[:k]
+    directions = [drawn(dtype, draw + 3 + i) for i in range(1 if M is None else 2)]
     directions = [0.5 * (G + G.mH) for G in directions]
     with mp.workdps(50):
         given = [exactly(A), None if M is None else exactly(M)]
@@ -107,8 +108,8 @@ def test_errors_are_those_of_rounding_the_inputs(case, k, largest, dtype, caplog
 
         truth = all_of(given)
         moved = [mpf(0)] * len(truth)
-        for draw in range(8):
-            pair = [None if x is None else rounded(x, 10 * draw + i) for i, x in enumerate(given)]
+        for seed in range(draw, draw + 80, 10):
+            pair = [None if x is None else rounded(x, seed + i) for i, x in enumerate(given)]
             distances = [mp.norm(x - y) for x, y in zip(all_of(pair), truth)]
             moved = [max(m, d) for m, d in zip(moved, distances)]
         for reference in (None, 0):
@@ -131,3 +132,21 @@ def test_errors_are_those_of_rounding_the_inputs(case, k, largest, dtype, caplog
                 rounding = EPS * float((g.abs() * G.abs()).sum())
                 off = abs(found - exact[0])
                 assert off <= 30 * max(bound, rounding), (reference, off, bound)
+
+
+@pytest.mark.parametrize("dtype", [F64, C128], ids=["real", "complex"])
+@pytest.mark.parametrize("kind", ["default", "common", "diagonal"])
+def test_all_eigenpairs_have_small_residuals(kind, dtype):
+    """Those of small eigenvalues, too, which differ from the largest by a factor of 1e12."""
+    for seed in range(20):
+        A = with_eigenvalues(GRADED, dtype, 10 * seed)
+        M = with_eigenvalues(GRADED, dtype, 10 * seed + 1)
+        if kind == "diagonal":
+            M = torch.diag(torch.tensor(GRADED, dtype=dtype))
+        metric = pmaf.operators.Diagonal(M.diagonal()) if kind == "diagonal" else M
+        reference = None if kind == "default" else 0
+        values, Y = pmaf.ied(A, N, M=metric, reference=reference)
+        rest = torch.linalg.vector_norm(A @ Y - values * (M @ Y), dim=-2)
+        sizes = torch.linalg.matrix_norm(A) + values * torch.linalg.matrix_norm(M)
+        # Vectors are refined to one rounding where that is possible. Products round N times.
+        assert bool((rest <= 2 * N * EPS * sizes * torch.linalg.vector_norm(Y, dim=-2)).all())

@@ -2,7 +2,6 @@
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from mpmath import mp
@@ -20,20 +19,20 @@ EPS = torch.finfo(T).eps
 SHAPES = [(7, 4), (4, 4), (3, 5), (8, 9), (5, 9)]
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=T)
+def randn(*shape, seed=0, dtype=T):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def weights(x):
     return torch.cos(torch.arange(1.0, 1 + x.numel(), dtype=x.dtype)).reshape(x.shape)
 
 
-def with_values(m, n, values, seed=0):
+def with_values(m, n, values, seed=0, dtype=T):
     """A matrix with given singular values."""
-    U, V = (torch.linalg.qr(randn(x, x, seed=seed + x))[0] for x in (m, n))
-    S = torch.zeros(m, n, dtype=T)
+    U, V = (torch.linalg.qr(randn(x, x, seed=seed + x, dtype=dtype))[0] for x in (m, n))
+    S = torch.zeros(m, n, dtype=dtype)
     S.diagonal().copy_(torch.tensor(values, dtype=T))
-    return U @ S @ V.mT
+    return U @ S @ V.mH
 
 
 def span(x):
@@ -346,43 +345,46 @@ def test_left_null_vectors_of_singular_matrices():
 
 
 def exact(A, w, g, k, largest):
-    """`VVᵀ`, and the gradients of `⟨g, VVᵀ⟩` in A and w, in 50 digits, then rounded."""
-    A_, g_ = mp.matrix(A.tolist()), mp.matrix(((g + g.mT) / 2).tolist())
+    """`VVᴴ`, and the gradients of `Re⟨g, VVᴴ⟩` in A and w, in 50 digits, then rounded."""
+    A_, g_ = mp.matrix(A.tolist()), mp.matrix(((g + g.mH) / 2).tolist())
     W = mp.diag(w.tolist())
     m, n = A_.rows, A_.cols
-    values, vectors = mp.eigsy(A_.T * W * A_)
+    values, vectors = mp.eighe(A_.H * W * A_)
     wanted = range(n - k, n) if largest else range(k)
     S, P = mp.zeros(n), mp.zeros(n)
-    inside = vectors.T * g_ * vectors
+    inside = vectors.H * g_ * vectors
     for i in wanted:
-        P += vectors[:, i] * vectors[:, i].T
+        P += vectors[:, i] * vectors[:, i].H
         for j in set(range(n)) - set(wanted):
-            pair = vectors[:, i] * vectors[:, j].T
-            S += (pair + pair.T) * (inside[i, j] / (values[i] - values[j]))
+            pair = vectors[:, i] * vectors[:, j].H * (inside[i, j] / (values[i] - values[j]))
+            S += pair + pair.H
     dA = 2 * W * A_ * S
-    dw = mp.matrix([(A_[i, :] * S * A_[i, :].T)[0] for i in range(m)])
+    dw = mp.matrix([mp.re((A_[i, :] * S * A_[i, :].H)[0]) for i in range(m)])
     return [
-        torch.from_numpy(np.array(x.tolist(), dtype=np.float64).reshape(shape))
+        torch.tensor([complex(z) for z in x], dtype=torch.complex128).reshape(shape)
         for x, shape in ((P, (n, n)), (dA, (m, n)), (dw, (m,)))
     ]
 
 
+# The shape, the singular values, how many vectors, and whether those of the largest values.
 ILL = {
-    "tall, cond 1e6": lambda: (with_values(7, 4, [1.0, 1e-2, 1e-4, 1e-6]), 1, False),
-    "square, cond 1e6": lambda: (with_values(4, 4, [1.0, 0.9, 0.8, 1e-6]), 1, False),
-    "two small": lambda: (with_values(6, 4, [1.0, 0.5, 3e-6, 1e-6]), 1, False),
-    "nearly repeated": lambda: (with_values(6, 4, [1.0, 0.5, 0.1 + 1e-6, 0.1]), 1, False),
-    "nearly repeated, largest": lambda: (with_values(6, 4, [1.0 + 1e-6, 1, 0.1, 0.1]), 1, True),
-    "nearly rank-deficient, wide": lambda: (with_values(3, 5, [1.0, 0.5, 1e-6]), 2, False),
-    "largest, cond 1e6": lambda: (with_values(5, 4, [1.0, 0.5, 1e-3, 1e-6]), 2, True),
+    "tall, cond 1e6": (7, 4, [1.0, 1e-2, 1e-4, 1e-6], 1, False),
+    "square, cond 1e6": (4, 4, [1.0, 0.9, 0.8, 1e-6], 1, False),
+    "two small": (6, 4, [1.0, 0.5, 3e-6, 1e-6], 1, False),
+    "nearly repeated": (6, 4, [1.0, 0.5, 0.1 + 1e-6, 0.1], 1, False),
+    "nearly repeated, largest": (6, 4, [1.0 + 1e-6, 1, 0.1, 0.1], 1, True),
+    "nearly rank-deficient, wide": (3, 5, [1.0, 0.5, 1e-6], 2, False),
+    "largest, cond 1e6": (5, 4, [1.0, 0.5, 1e-3, 1e-6], 2, True),
 }
 
 
+@pytest.mark.parametrize("dtype", [T, torch.complex128], ids=["real", "complex"])
 @pytest.mark.parametrize("name", ILL)
-def test_errors_are_those_of_rounding_the_inputs(name):
-    A, k, largest = ILL[name]()
-    w = 0.5 + randn(A.shape[0], seed=7).abs()
-    g = weights(torch.empty(A.shape[1], A.shape[1], dtype=T))
+def test_errors_are_those_of_rounding_the_inputs(name, dtype):
+    m, n, values, k, largest = ILL[name]
+    A = with_values(m, n, values, dtype=dtype)
+    w = 0.5 + randn(m, seed=7).abs()
+    g = randn(n, n, seed=8, dtype=dtype)
     truth = exact(A, w, g, k, largest)
     moved = [0.0, 0.0, 0.0]
     for _ in range(3):
@@ -391,23 +393,22 @@ def test_errors_are_those_of_rounding_the_inputs(name):
         moved = [max(m, float((x - y).norm())) for m, x, y in zip(moved, truth, other)]
     a, b = A.clone().requires_grad_(), w.clone().requires_grad_()
     V = pmaf.solve(pmaf.PrincipalSingularVectors(a, b, k=k, largest=largest)).value
-    P = V @ V.mT
-    found = [P.detach(), *torch.autograd.grad((P * g).sum(), (a, b))]
+    P = V @ V.mH
+    found = [P.detach(), *torch.autograd.grad((P.conj() * g).sum().real, (a, b))]
     size = max(float(x.norm()) for x in truth)
     for x, y, bound in zip(found, truth, moved):
         # What is zero, or moves by less, is known to rounding of the numbers around it.
         assert float((x - y).norm()) <= 30 * max(bound, EPS * size)
-    # Left vectors: of a square matrix they are null vectors of the transpose.
-    if A.shape[0] == A.shape[1]:
-        truth = exact(A.mT, torch.ones_like(w), g, k, largest)
+    # Left vectors: of a square matrix they are null vectors of the adjoint.
+    if m == n:
+        ones = torch.ones_like(w)
+        truth = exact(A.mH, ones, g, k, largest)
         a = A.clone().requires_grad_()
         u = pmaf.isvd(a, k, largest=False).left
-        (da,) = torch.autograd.grad((u @ u.mT * g).sum(), a)
-        moved = max(
-            float((truth[1] - exact((A * (1 + EPS * torch.randn_like(A))).mT, torch.ones_like(w),
-                                    g, k, largest)[1]).norm()) for _ in range(2)
-        )  # fmt: skip
-        assert float((da.mT - truth[1]).norm()) <= 30 * max(moved, EPS * float(da.norm()))
+        (da,) = torch.autograd.grad(((u @ u.mH).conj() * g).sum().real, a)
+        others = (A * (1 + EPS * randn(m, n, seed=i)) for i in range(2))
+        moved = max(float((truth[1] - exact(x.mH, ones, g, k, largest)[1]).norm()) for x in others)
+        assert float((da.mH - truth[1]).norm()) <= 30 * max(moved, EPS * float(da.norm()))
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (100, 9), (9, 9), (7, 9), (20, 12)], ids=str)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.gradients.base import Reverse
-from pmaf.linalg.products import dot, norm
+from pmaf.gradients.eigenvectors import unknown
+from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, pair_basis
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
@@ -64,10 +65,15 @@ class _PairSystem:
         (A,), kept = tensors, state.kept
         mirrors = y[..., v.shape[-2] :, :]
 
-        def clear(x: Tensor) -> Tensor:
-            return x - dot(x, mirrors).unsqueeze(-1) * mirrors
+        itself = torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
+        zero = itself | unknown(v @ mirrors.mT, v)
 
-        # Cleared again afterwards, since rounding along (u, −v) is divided by 2σ.
+        def clear(x: Tensor) -> Tensor:
+            return x - torch.where(zero, x @ mirrors.mT, 0) @ mirrors
+
+        # Rounding along (u, −v) is divided by 2σ. So it is cleared before and after, and for the
+        # other requested vectors, too, where there is nothing but rounding: for a function of
+        # complex left vectors that does not depend on their phases, along (iu, −iv).
         v = clear(v)
         compiled = A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A)
         if self.single and compiled and not isinstance(kept, SingularBasis):
