@@ -182,7 +182,9 @@ class PairedEigenvectors(Pair):
             across = without(root.turned(v), x, normal, near)
             conditions = EigenConditions(C, x, state.shift, None, True, state)
             z = root.back(conditions.solve(across))
-            z = z + self._correction(conditions, root, self.pencil(A, M), y, v, normal, z)
+            with torch.no_grad():
+                lacking = self._correction(conditions, root, self.pencil(A, M), y, v, normal, z)
+            z = z + lacking
             z = z if along is None else z + along
         assert z is not None
         dA = symmetric_product(z, y) if needs[0] else None
@@ -198,7 +200,6 @@ class PairedEigenvectors(Pair):
         """The symmetric part of `Σ zyᵀ`, as a gradient of `M`."""
         return symmetric_product(z, y)
 
-    @torch.no_grad()
     def _correction(
         self,
         conditions: EigenConditions,
