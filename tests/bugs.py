@@ -2115,7 +2115,7 @@ GROUPS = [
     Bug(
         "group: batches of gradients go to the kernels",
         "runtime/modes.py",
-        "and not torch._C._functorch.is_legacy_batchedtensor(x)",
+        "and not _is_legacy_batchedtensor(x)",
         "and not x.is_nested",
         "test_spectral.py::TestGroups::test_gradients_in_batches",
     ),
