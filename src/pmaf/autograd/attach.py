@@ -325,6 +325,8 @@ _ONE = (True,)  # one matrix, which needs a gradient
 # decomposition of a small matrix. So these are the methods of the base class of `Function`.
 _apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
 attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
+# In the same way, the node of the graph looks for a `backward` or a `vjp` in each backward pass.
+Found._backward_cls.apply = Found.backward  # pyright: ignore
 
 
 def attach_some(
