@@ -488,3 +488,37 @@ def test_matrices_beyond_the_sizes_of_the_kernels(n, caplog):
     assert caplog.messages == ["ied: reduction" if n <= 1024 else "ied: decomposition"]
     exact = torch.linalg.eigvalsh(A.double())[:, -1]
     torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["ied", "pair", "less", "nullspace", "isvd"])
+def test_views_that_stand_for_their_negatives(layer):
+    """`x.conj().imag` shares the memory of `x`, with opposite signs."""
+    A = torch.randn(4, 5, 5, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    A = A + A.mT
+    M, b = A @ A + torch.eye(5), A[..., 0].clone()
+    run = {
+        "ied": lambda A, M, b: pmaf.ied(A).vectors,
+        "pair": lambda A, M, b: pmaf.ied(A, M=M).vectors,
+        "less": lambda A, M, b: pmaf.less(A, b),
+        "nullspace": lambda A, M, b: pmaf.nullspace(A),
+        "isvd": lambda A, M, b: pmaf.isvd(A).left,
+    }[layer]
+
+    def negated(x):
+        view = torch.complex(torch.zeros_like(x), -x).conj().imag
+        assert view.is_neg()
+        return view
+
+    def both(given, v):
+        leaves = [x.clone().requires_grad_() for x in (A, M, b)]
+        y = run(*(given(x) for x in leaves))
+        return y, *(
+            g for g in torch.autograd.grad(y, leaves, v, allow_unused=True) if g is not None
+        )
+
+    v = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    truth = both(lambda x: x, v)
+    for found in (both(negated, v), both(lambda x: x, torch._neg_view(-v))):
+        for x, y in zip(found, truth):
+            # The smallest relative gap is a tenth, and the common path has several roundings of it.
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

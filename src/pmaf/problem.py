@@ -46,7 +46,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
+from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
 
 _Kind = TypeVar("_Kind", bound="type[Problem]")
 
@@ -341,9 +341,27 @@ class Problem(Named):
         conditions = self.conditions(given.tensors, given.y, state)
         return conditions.gradients(given.rule, given.v, given.d_multiplier, given.needs)
 
-    def first_gradients(self, given: Reverse) -> Gradients | None:
-        """The result of `gradients` by compiled kernels, None where there are none for it."""
-        return None
+    def is_differentiated(
+        self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
+    ) -> bool:
+        """Whether compiled kernels differentiate a solution once, given what was kept of it."""
+        return False
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """The result of `gradients` by compiled kernels, where these differentiate.
+
+        The arguments are fields of `Reverse`. Around a small matrix, the object itself would take
+        as long as the kernel.
+        """
+        raise NotImplementedError
 
     def forward_solver(self, solver: Solver) -> Solver:
         """The solver to use in forward mode, where Newton's steps are taken in an eigenbasis."""

@@ -235,12 +235,12 @@ class Solve(torch.autograd.Function):
         state = State(multiplier, gap, ctx.kind(*_given(*kept)))
         given = Reverse(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
         if ctx.compiled and not torch.is_grad_enabled():
-            incoming = d_multiplier if v is None else v
-            if incoming is not None and plain(incoming):
-                compiled = problem.first_gradients(given)
-                if compiled is not None:
-                    found = _completed(problem, given, compiled)
-                    return *found, *(None,) * (9 - len(found))
+            incoming, kept = d_multiplier if v is None else v, state.kept
+            known = incoming is not None and plain(incoming)
+            if known and problem.is_differentiated(tensors, kept, d_multiplier):
+                compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
+                found = _completed(problem, given, compiled)
+                return *found, *(None,) * (9 - len(found))
         with full_precision(first.device), OneThread(first):
             found = problem.gradients(given)
         summed = (
@@ -268,7 +268,7 @@ class Found(torch.autograd.Function):
     """A solution that compiled kernels have found already, in eager mode.
 
     Several vectors are columns, as the user sees them. The derivative is that of `Solve`, in fewer
-    steps: for a small matrix these take most time.
+    steps: for a small matrix these take most time. Kernels differentiate it, too.
     """
 
     @staticmethod
@@ -281,29 +281,35 @@ class Found(torch.autograd.Function):
         problem: Any,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(first, second, *found, *kept)
-        ctx.problem, ctx.kind = problem, type(kept)
+        if second is None:  # the backward pass of one matrix starts anew
+            ctx.save_for_backward(first, *found)
+        else:
+            ctx.save_for_backward(first, *found, second, *kept)
+            ctx.kind = type(kept)
+        ctx.problem = problem
         return found
 
     @staticmethod
     def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
-        first, second, y, multiplier, *kept = ctx.saved_tensors
+        first, y, multiplier, *others = ctx.saved_tensors
         incoming = d_multiplier if v is None else v
         if incoming is None:
             return (None,) * 5
-        tensors, problem = _given(first, second), ctx.problem
-        needs = ctx.needs_input_grad[: len(tensors)]
-        if problem.vectors:
+        problem, tensors, kept, needs = ctx.problem, (first,), NOTHING, _ONE
+        if others:
+            tensors, kept = (first, others[0]), ctx.kind(*others[1:])
+            needs = ctx.needs_input_grad[:2]
+        if y.dim() == first.dim():  # several vectors
             y, v = y.mT, None if v is None else v.mT
-        state = State(multiplier, _UNKNOWN, ctx.kind(*kept))
-        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
         compiled = None
         if not torch.is_grad_enabled() and plain(incoming):
-            compiled = problem.first_gradients(given)
-            if compiled is not None and compiled.failed is None:
-                return *(*compiled.tensors, None)[:2], None, None, None
+            compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
+            gradients, failed = compiled
+            if failed is None:
+                return gradients[0], gradients[1] if others else None, None, None, None
         gap = multiplier.new_full(first.shape[:-2], torch.nan)
-        given = given._replace(state=state._replace(gap=gap))
+        state = State(multiplier, gap, kept)
+        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
         if compiled is not None:
             found = _completed(problem, given, compiled)
         else:
@@ -313,13 +319,14 @@ class Found(torch.autograd.Function):
 
 
 _IMPLICIT = Implicit()
-# Kernels need no gap, so that one number stands for those of all entries.
-_UNKNOWN = torch.full((), torch.nan, device="cpu")
+_ONE = (True,)  # one matrix, which needs a gradient
 # `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
 # for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
 # decomposition of a small matrix. So these are the methods of the base class of `Function`.
 _apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
 attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
+# In the same way, the node of the graph looks for a `backward` or a `vjp` in each backward pass.
+Found._backward_cls.apply = Found.backward  # pyright: ignore
 
 
 def attach_some(

@@ -17,7 +17,7 @@ Higham and Tisseur, SIAM J. Matrix Anal. Appl. 23, 2001).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,7 +58,7 @@ from pmaf.solvers import Solver
 from pmaf.solvers.auto import is_reduced
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Nothing, Reduced
+from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Kept, Nothing, Reduced
 
 
 @Pair.case(lambda x: isinstance(x.A, Tensor) and isinstance(x.M, Tensor))
@@ -146,14 +146,24 @@ class PairedEigenvectors(Pair):
         # Eigenvalues are proportional to A; in M they are of degree −1.
         return self.changed(A=self.matrix / unit[..., None, None])
 
-    def first_gradients(self, given: Reverse) -> native.Gradients | None:
-        kept = given.state.kept
-        if not isinstance(kept, Reduced):
-            return None
+    def is_differentiated(
+        self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
+    ) -> bool:
+        return isinstance(kept, Reduced)
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        assert isinstance(kept, Reduced)
         took("pairs: compiled gradient")
-        dtype = given.tensors[0].dtype
-        incoming = given.v, given.d_multiplier
-        return native.pair_gradients(kept, *incoming, dtype, self.largest, given.needs)
+        dtype = tensors[0].dtype
+        return native.pair_gradients(kept, v, d_multiplier, dtype, self.largest, needs)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given

@@ -37,7 +37,7 @@ from pmaf.solvers import Auto, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Decomposition, Nothing
+from pmaf.tangent.kept import Decomposition, Kept, Nothing
 
 
 class Eigenpairs(NamedTuple):
@@ -250,15 +250,26 @@ class PrincipalEigenvectors(Problem):
             self, value
         )
 
-    def first_gradients(self, given: Reverse) -> native.Gradients | None:
-        (A,), k = given.tensors, self.width
-        small = A.shape[-1] <= COMPILED_ROWS and k <= _COMPILED_VECTORS
-        free = isinstance(given.state.kept, Nothing)
-        if not (free and small and self.symmetric and native.takes_eigenvectors(A)):
-            return None
+    def is_differentiated(
+        self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
+    ) -> bool:
+        (A,) = tensors
+        small = A.shape[-1] <= COMPILED_ROWS and self.width <= COMPILED_VECTORS
+        free = isinstance(kept, Nothing)
+        return free and small and self.symmetric and native.takes_eigenvectors(A)
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
         took("tangent: compiled")
-        y, v, d_multiplier = given.y, given.v, given.d_multiplier
-        return native.eigenvector_gradient(A, y, k, v, d_multiplier, self.largest)
+        k = (self.k or 1) + self.skip
+        return native.eigenvector_gradient(tensors[0], y, k, v, d_multiplier, self.largest)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -422,7 +433,7 @@ class PrincipalEigenvectors(Problem):
 
 
 # The kernels factor the matrix once for each vector.
-_COMPILED_VECTORS = 32
+COMPILED_VECTORS = 32
 
 
 def solve_commonly(

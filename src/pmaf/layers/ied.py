@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from pmaf.autograd.attach import attach_found, attach_some
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.dense_pairs import small_pair
 from pmaf.layers.eigenvectors import (
+    COMPILED_VECTORS,
     Eigenpairs,
     PrincipalEigenvectors,
     solve_commonly,
@@ -22,7 +24,7 @@ from pmaf.operators.base import Operator
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import is_reduced
+from pmaf.solvers.auto import are_reduced
 from pmaf.tangent.kept import NOTHING
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
@@ -38,25 +40,42 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     not solve, or that are not finite. Complex entries whose phase is not determined take the common
     path by themselves, which embeds them in matrices of twice the size.
     """
-    shape, hermitian = A.shape, A.is_complex()
-    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
-    if not (square and is_reduced(A, k or 1) and plain(A)) or forward_mode(A):
+    if not plain(A) or forward_mode(A):  # asked first, so that a trace compares no sizes
         return None
-    given = A.detach() if hermitian else A
-    values, vectors, failed = native.largest_pairs(given, k, largest, columns=True)
+    way, problem = _reduced(A.shape, A.dtype, k, largest)
+    if problem is None or not native.takes_eigenvectors(A):
+        return None
+    values, vectors, failed = native.largest_pairs(A, k, largest, True)
     if failed is not None and (
-        not hermitian or bool(failed.all()) or not bool(given[failed].isfinite().all())
+        not A.is_complex() or bool(failed.all()) or not bool(A[failed].isfinite().all())
     ):
         return None
-    took("ied: complex reduction" if hermitian else "ied: reduction")
-    problem = unposed(HermitianEigenvectors if hermitian else PrincipalEigenvectors, k, largest)
+    took(way)
     if failed is not None:
         took("ied: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
         vectors, values = attach_some((A, None), (vectors, values), NOTHING, problem, failed, solve)
     elif A.requires_grad and torch.is_grad_enabled():
         vectors, values = attach_found(A, None, (vectors, values), NOTHING, problem)
-    return Eigenpairs(values, vectors)
+    return _named(Eigenpairs, (values, vectors))
+
+
+# The constructor of a named tuple is a function of Python, in which this is the only line.
+_named = tuple.__new__
+
+
+# What follows from the shape is found once for all calls with matrices of that shape.
+@functools.lru_cache(maxsize=1024)
+def _reduced(
+    shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
+) -> tuple[str, Any]:
+    """The way that kernels take, and the problem without its matrix; None if they are not used."""
+    square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
+    if not (square and are_reduced(k or 1, shape[-1])) or (k or 1) > COMPILED_VECTORS:
+        return "", None
+    if dtype.is_complex:
+        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest)
+    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest)
 
 
 def ied(

@@ -27,7 +27,7 @@ from pmaf.solvers import Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
 from pmaf.solvers.base import LeastSquares, Outcome
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Exact
+from pmaf.tangent.kept import Exact, Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,14 +166,27 @@ class SphereLeastSquares(Problem):
         errors.require_vector("value", value, "n", or_complex=True)
         super().require_value(value)
 
-    def first_gradients(self, given: Reverse) -> native.Gradients | None:
-        (A, b), kept, v = given.tensors, given.state.kept, given.v
+    def is_differentiated(
+        self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
+    ) -> bool:
+        A, b = tensors
         alike = A.shape[:-2] == b.shape[:-1]
-        if not (isinstance(kept, Exact) and given.d_multiplier is None and alike):
-            return None
+        return isinstance(kept, Exact) and d_multiplier is None and alike
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        assert isinstance(kept, Exact)
         assert v is not None
         took("tangent: compiled")
-        return native.least_squares_gradient(A, b, given.y, v, *kept, given.needs)
+        A, b = tensors
+        return native.least_squares_gradient(A, b, y, v, *kept, needs)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         if isinstance(given.state.kept, Exact):

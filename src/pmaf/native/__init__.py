@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +22,20 @@ from torch import Tensor
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 5
-# The types of their arguments, a letter each.
+_VERSION = 6
+# Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
+# of `failed`, and the number of threads.
 _FUNCTIONS = {
-    "pmaf_ied_forward": "pliiidpdpppi",
-    "pmaf_ied_backward": "pppppliiiiddppi",
-    "pmaf_pair_forward": "ppliiidpdddppppppi",
-    "pmaf_pair_backward": "pppppliiiddpppi",
-    "pmaf_less_forward": "ppliippppppi",
-    "pmaf_less_backward": "ppppppliipppi",
+    "pmaf_forward": 8,
+    "pmaf_backward": 11,
+    "pmaf_less_forward": 7,
+    "pmaf_less_backward": 9,
 }
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "d": ctypes.c_double}
+# Then sizes and options, which many calls have in common: the types of these fields.
+_FORWARD_SIZES = struct.Struct("liiidPddd").pack
+_BACKWARD_SIZES = struct.Struct("liiiidd").pack
+_LESS_SIZES = struct.Struct("liiP").pack
+_LESS_BACKWARD_SIZES = struct.Struct("lii").pack
 
 
 def _load() -> tuple[Any, str]:
@@ -45,10 +49,9 @@ def _load() -> tuple[Any, str]:
     try:
         library = ctypes.CDLL(str(path))
         version = library.pmaf_version()
-        for name, types in _FUNCTIONS.items():
+        for name in _FUNCTIONS:
             function = getattr(library, name)
-            function.argtypes = [_TYPES[letter] for letter in types]
-            function.restype = ctypes.c_long
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_long
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"
     if version != _VERSION:
@@ -62,6 +65,11 @@ def _load() -> tuple[Any, str]:
 
 _library, about = _load()  # `about` is the instruction set, or why there are no kernels
 available = _library is not None
+# Each function, and what packs its addresses.
+_FORWARD, _BACKWARD, _LESS_FORWARD, _LESS_BACKWARD = (
+    (getattr(_library, name, None), struct.Struct(f"{addresses}Pl").pack)
+    for name, addresses in _FUNCTIONS.items()
+)
 # The numbers by which the library knows them.
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.complex64: 2, torch.complex128: 3}
 _REAL = (torch.float32, torch.float64)
@@ -74,7 +82,8 @@ def takes(A: Tensor) -> bool:
 
 def takes_eigenvectors(A: Tensor) -> bool:
     """Whether kernels find and differentiate eigenvectors of this tensor, real or complex."""
-    return _library is not None and A.is_cpu and A.dtype in _KINDS and A.layout == torch.strided
+    ours = _library is not None and A.is_cpu and A.dtype in _KINDS and A.layout == torch.strided
+    return ours and not A.is_neg()  # a view of an imaginary part may stand for its negative
 
 
 class Pairs(NamedTuple):
@@ -91,44 +100,85 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool 
     The sum of each vector is positive; if it is zero, the product with a fixed direction is, and
     a complex vector counts as failed. With `k = None` there is one, without a dimension for it.
     """
-    A = _laid_out(A)
-    n, count = A.shape[-1], A.numel() // A.shape[-1] ** 2
-    values, vectors = _empty_pairs(A, k, columns)
-    second, tolerance = _second(n, A.dtype)
-    start = A.data_ptr(), count, n, k or 1, _KINDS[A.dtype], 1.0 if largest else -1.0
-    start += second, tolerance, values.data_ptr(), vectors.data_ptr()
-    failed = _call(_library.pmaf_ied_forward, start, A, count)
-    return Pairs(values, vectors, failed)
+    A = A if A.is_contiguous() and not A.is_conj() else _laid_out(A)
+    plan = _forward_plan(A.shape, A.dtype, k, largest)
+    values, vectors = _empty_pairs(A, plan, columns)
+    where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0
+    failed = _call(_FORWARD, where, plan.sizes, A, plan.matrices)
+    return _named(Pairs, (values, vectors, failed))
 
 
-def _call(function: Any, arguments: tuple[Any, ...], A: Tensor, count: int) -> Tensor | None:
+# The constructor of a named tuple is a function of Python, in which this is the only line.
+_named = tuple.__new__
+
+
+class _ForwardPlan(NamedTuple):
+    """What a call of a kernel is given besides addresses, and the sizes of what it returns."""
+
+    sizes: bytes
+    matrices: int
+    values: tuple[Any, ...]
+    real: torch.dtype | None  # the dtype of the values, if it is not that of the vectors
+    vectors: tuple[Any, ...]
+    columns: tuple[tuple[int, ...], tuple[int, ...]] | None  # sizes, and order in memory
+    second: Any  # memory that `sizes` refers to
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_plan(
+    shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool, definite: float = 0.0
+) -> _ForwardPlan:
+    *batch, n, _ = shape
+    each, count, d = batch if k is None else [*batch, k], math.prod(batch), len(batch)
+    second, memory, tolerance = _second(n, dtype)
+    sizes = _FORWARD_SIZES(
+        count,
+        n,
+        k or 1,
+        _KINDS[dtype],
+        1.0 if largest else -1.0,
+        second,
+        tolerance,
+        definite,
+        ROUNDED * torch.finfo(dtype).eps,
+    )
+    # Not a transposed view: a user may write into what a layer returns.
+    columns = None if k is None else ((*batch, n, k), (*range(d), d + 1, d))
+    real = None if dtype in _REAL else dtype.to_real()
+    return _ForwardPlan(sizes, count, (*each,) or ((),), real, (*each, n), columns, memory)
+
+
+def _call(
+    kernel: Any, where: tuple[int, ...], sizes: bytes, A: Tensor, count: int
+) -> Tensor | None:
     """Call a kernel on `count` matrices, and return where it failed, None if it did nowhere."""
+    function, pack = kernel
     threads = torch.get_num_threads()
     # A failure is rare, and a few matrices are solved twice faster than the mask is made.
-    failed = _mask(A) if count > _FEW else None
-    if not function(*arguments, None if failed is None else failed.data_ptr(), threads):
+    failed = A.new_empty(count, dtype=torch.bool) if count > _FEW else None
+    if not function(pack(*where, 0 if failed is None else failed.data_ptr(), threads) + sizes):
         return None
     if failed is None:
-        failed = _mask(A)
-        function(*arguments, failed.data_ptr(), threads)
-    return failed
+        failed = A.new_empty(count, dtype=torch.bool)
+        function(pack(*where, failed.data_ptr(), threads) + sizes)
+    return failed.view(A.shape[:-2])
 
 
-def _empty_pairs(A: Tensor, k: int | None, columns: bool) -> tuple[Tensor, Tensor]:
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _empty_pairs(A: Tensor, plan: _ForwardPlan, columns: bool) -> tuple[Tensor, Tensor]:
     """Memory for values and vectors."""
-    shape, dtype = A.shape, A.dtype
-    batch, n = shape[:-2], shape[-1]
-    each = batch if k is None else (*batch, k)
-    values = A.new_empty(each) if dtype in _REAL else A.new_empty(each, dtype=dtype.to_real())
-    if k is None or not columns:
-        return values, A.new_empty((*each, n))
-    d = len(batch)
-    layout = (*range(d), d + 1, d)  # not a view: a user may write into what a layer returns
-    return values, torch.empty_permuted((*batch, n, k), layout, dtype=dtype, device="cpu")
-
-
-def _mask(A: Tensor) -> Tensor:
-    return torch.empty(A.shape[:-2], dtype=torch.bool, device="cpu")
+    # torch reads sizes that are arguments of their own in half the time of a tuple.
+    if plan.real is None:
+        values = A.new_empty(*plan.values)
+    else:
+        values = A.new_empty(*plan.values, dtype=plan.real)
+    if columns and plan.columns is not None:
+        sizes, order = plan.columns
+        return values, torch.empty_permuted(sizes, order, dtype=A.dtype, device="cpu")
+    return values, A.new_empty(*plan.vectors)
 
 
 class Reduced(NamedTuple):
@@ -148,31 +198,17 @@ def largest_of_pair(
     or if errors of its factor are above rounding of `A` and `M`.
     """
     A, M = _laid_out(A), _laid_out(M)
-    n, dtype, count = A.shape[-1], A.dtype, A.numel() // A.shape[-1] ** 2
-    values, vectors = _empty_pairs(A, k, columns=True)
+    n, dtype = A.shape[-1], A.dtype
+    plan = _forward_plan(A.shape, dtype, k, largest, n * torch.finfo(dtype).eps)
+    values, vectors = _empty_pairs(A, plan, columns=True)
     kept = None
     if keep:
         wide = torch.promote_types(dtype, torch.float64)
         C, factor = (A.new_empty(A.shape, dtype=wide) for _ in range(2))
         kept = Reduced(C, factor, A.new_empty((*A.shape[:-2], k or 1, n), dtype=wide))
-    second, tolerance = _second(n, dtype)
-    arguments = (
-        A.data_ptr(),
-        M.data_ptr(),
-        count,
-        n,
-        k or 1,
-        _KINDS[dtype],
-        1.0 if largest else -1.0,
-        second,
-        tolerance,
-        n * torch.finfo(dtype).eps,
-        ROUNDED * torch.finfo(dtype).eps,
-        values.data_ptr(),
-        vectors.data_ptr(),
-        *((x.data_ptr() for x in kept) if kept else (None, None, None)),
-    )
-    failed = _call(_library.pmaf_pair_forward, arguments, A, count)
+    where = A.data_ptr(), M.data_ptr(), values.data_ptr(), vectors.data_ptr()
+    others = tuple(x.data_ptr() for x in kept) if kept else (0, 0, 0)
+    failed = _call(_FORWARD, where + others, plan.sizes, A, plan.matrices)
     return Pairs(values, vectors, failed), kept
 
 
@@ -196,22 +232,12 @@ def pair_gradients(
     `v` is `(*, k, n)`, `d_values` is `(*, k)`, given for `A` and `M` of `dtype`.
     """
     C = kept.matrix
-    n = C.shape[-1]
     v, d = (None if x is None else _plain(x) for x in (v, d_values))
     dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
-    count = C.numel() // n**2
-    arguments = (
-        *(x.data_ptr() for x in kept),
-        *(None if x is None else x.data_ptr() for x in (v, d)),
-        count,
-        n,
-        kept.x.shape[-2],
-        _KINDS[dtype],
-        1.0 if largest else -1.0,
-        _EQUAL[dtype],
-        *(None if x is None else x.data_ptr() for x in (dA, dM)),
-    )
-    failed = _call(_library.pmaf_pair_backward, arguments, C, count)
+    k = kept.x.shape[-2]
+    count, sizes = _backward_plan(C.shape, dtype, k, k, largest)
+    where = *(0, 0), *(x.data_ptr() for x in kept), _address(v), 0, _address(d)
+    failed = _call(_BACKWARD, (*where, _address(dA), _address(dM)), sizes, C, count)
     return Gradients((dA, dM), failed)
 
 
@@ -228,28 +254,24 @@ def eigenvector_gradient(
     `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
     vector is positive.
     """
-    A = _laid_out(A)
-    result, n, dtype = torch.empty_like(A), A.shape[-1], A.dtype
+    A = A if A.is_contiguous() and not A.is_conj() else _laid_out(A)
     y = y if y.is_contiguous() and not y.is_conj() else _plain(y)
-    v = v if v is None or (v.is_contiguous() and not v.is_conj()) else _plain(v)
-    d = d_values if d_values is None or d_values.is_contiguous() else d_values.contiguous()
-    count = A.numel() // (n * n)
-    arguments = (
-        A.data_ptr(),
-        y.data_ptr(),
-        None if v is None else v.data_ptr(),
-        None,
-        None if d is None else d.data_ptr(),
-        count,
-        n,
-        k,
-        k,
-        _KINDS[dtype],
-        1.0 if largest else -1.0,
-        _EQUAL[dtype],
-        result.data_ptr(),
-    )
-    return Gradients((result,), _call(_library.pmaf_ied_backward, arguments, A, count))
+    v, d = (None if x is None else _plain(x) for x in (v, d_values))
+    result = torch.empty_like(A)
+    v_, d_ = 0 if v is None else v.data_ptr(), 0 if d is None else d.data_ptr()
+    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, v_, 0, d_, result.data_ptr(), 0
+    count, sizes = _backward_plan(A.shape, A.dtype, k, k, largest)
+    return _named(Gradients, ((result,), _call(_BACKWARD, where, sizes, A, count)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_plan(
+    shape: torch.Size, dtype: torch.dtype, k: int, rows: int, largest: bool
+) -> tuple[int, bytes]:
+    """The number of matrices, and what a call of a kernel is given besides addresses."""
+    *batch, n, _ = shape
+    count, sign = math.prod(batch), 1.0 if largest else -1.0
+    return count, _BACKWARD_SIZES(count, n, k, rows, _KINDS[dtype], sign, _EQUAL[dtype])
 
 
 def complement_solve(
@@ -259,25 +281,11 @@ def complement_solve(
 
     `y` is `(*, k, n)`, `v` is `(*, p, n)`, `shift` is `(*, p)`.
     """
-    A, y, v, shift = _laid_out(A), y.contiguous(), v.contiguous(), shift.contiguous()
-    result, n = torch.empty_like(v), A.shape[-1]
-    count = A.numel() // (n * n)
-    arguments = (
-        A.data_ptr(),
-        y.data_ptr(),
-        v.data_ptr(),
-        shift.data_ptr(),
-        None,
-        count,
-        n,
-        y.shape[-2],
-        v.shape[-2],
-        _KINDS[A.dtype],
-        1.0,
-        _EQUAL[A.dtype],
-        result.data_ptr(),
-    )
-    return result, _call(_library.pmaf_ied_backward, arguments, A, count)
+    A, y, v, shift = _laid_out(A), y.contiguous(), _plain(v), shift.contiguous()
+    result = torch.empty_like(v)
+    count, sizes = _backward_plan(A.shape, A.dtype, y.shape[-2], v.shape[-2], True)
+    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, v.data_ptr(), shift.data_ptr(), 0
+    return result, _call(_BACKWARD, (*where, result.data_ptr(), 0), sizes, A, count)
 
 
 class Minimum(NamedTuple):
@@ -292,7 +300,7 @@ class Minimum(NamedTuple):
 
 def least_squares(A: Tensor, b: Tensor) -> Minimum:
     """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32."""
-    A, b = A.contiguous(), b.contiguous()
+    A, b = A.contiguous(), _plain(b)
     batch, (m, n) = A.shape[:-2], A.shape[-2:]
     u = A.new_empty((*batch, n))
     multiplier, gap = (A.new_empty(batch, dtype=torch.float64) for _ in range(2))
@@ -300,19 +308,11 @@ def least_squares(A: Tensor, b: Tensor) -> Minimum:
     # At most half of the memory of A.
     keep = 4 * p <= max(m, n)
     gram = A.new_empty((*batch, p, p), dtype=torch.float64) if keep else None
-    arguments = (
-        A.data_ptr(),
-        b.data_ptr(),
-        batch.numel(),
-        m,
-        n,
-        _second(n, A.dtype)[0],
-        u.data_ptr(),
-        multiplier.data_ptr(),
-        gap.data_ptr(),
-        None if gram is None else gram.data_ptr(),
-    )
-    failed = _call(_library.pmaf_less_forward, arguments, A, batch.numel())
+    second, _, _ = _second(n, A.dtype)
+    where = A.data_ptr(), b.data_ptr(), u.data_ptr(), multiplier.data_ptr(), gap.data_ptr()
+    count = batch.numel()
+    sizes = _LESS_SIZES(count, m, n, second)
+    failed = _call(_LESS_FORWARD, (*where, _address(gram)), sizes, A, count)
     return Minimum(u, multiplier, gap, gram, failed)
 
 
@@ -326,43 +326,36 @@ def least_squares_gradient(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gradients of `A` and `b` where they are needed, given that of `u`."""
-    A, b, u, v = (x.contiguous() for x in (A, b, u, v))
+    A, b, u, v = A.contiguous(), _plain(b), u.contiguous(), _plain(v)
     m, n = A.shape[-2:]
     count = A.numel() // (m * n)
     dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
-    arguments = (
-        A.data_ptr(),
-        b.data_ptr(),
-        u.data_ptr(),
-        v.data_ptr(),
-        multiplier.data_ptr(),
-        None if gram is None else gram.data_ptr(),
-        count,
-        m,
-        n,
-        None if dA is None else dA.data_ptr(),
-        None if db is None else db.data_ptr(),
-    )
-    return Gradients((dA, db), _call(_library.pmaf_less_backward, arguments, A, count))
+    where = A.data_ptr(), b.data_ptr(), u.data_ptr(), v.data_ptr(), multiplier.data_ptr()
+    where += _address(gram), _address(dA), _address(db)
+    sizes = _LESS_BACKWARD_SIZES(count, m, n)
+    return Gradients((dA, db), _call(_LESS_BACKWARD, where, sizes, A, count))
 
 
 def _laid_out(A: Tensor) -> Tensor:
     """The matrices, or their transposes, which have the same symmetric part, in one piece."""
-    if A.is_complex():  # the transpose of a complex matrix has another Hermitian part
-        return A if A.is_contiguous() and not A.is_conj() else _plain(A)
-    return A if A.is_contiguous() else A.mT.contiguous()
+    if A.is_contiguous() and not A.is_conj():
+        return A
+    # The transpose of a complex matrix has another Hermitian part.
+    return _plain(A) if A.is_complex() else A.mT.contiguous()
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The numbers in one piece, none of which stands for its conjugate."""
-    return x.resolve_conj().contiguous()
+    """The numbers in one piece, none of which stands for its conjugate or negative."""
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x  # nothing to call for
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 @functools.lru_cache(maxsize=256)
-def _second(n: int, dtype: torch.dtype) -> tuple[Any, float]:
-    """The direction that decides signs, and the tolerance for a sum of zero."""
+def _second(n: int, dtype: torch.dtype) -> tuple[int, Any, float]:
+    """The direction that decides signs, its memory, and the tolerance for a sum of zero."""
     numbers = (ctypes.c_double * n)(*(math.cos(i + 1) for i in range(n)))
-    return numbers, _EQUAL[dtype] * n**0.5
+    return ctypes.addressof(numbers), numbers, _EQUAL[dtype] * n**0.5
 
 
 # So many matrices are solved again where one has failed, to find out which.

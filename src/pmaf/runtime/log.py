@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 
 _LOG = logging.getLogger("pmaf")
+_is_enabled = _LOG.isEnabledFor
 
 
 def took(way: str) -> None:
     """Log a method at level DEBUG. Traced code must not call this."""
-    if _LOG.isEnabledFor(logging.DEBUG):
+    if _is_enabled(logging.DEBUG):
         _LOG.debug(way)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 
 def plain(x: Tensor) -> bool:
@@ -16,14 +18,20 @@ def plain(x: Tensor) -> bool:
     Such a call needs no opaque operator around operations that depend on data.
     """
     return (
-        not torch.compiler.is_compiling()
-        and type(x) in (Tensor, nn.Parameter)
-        and torch._C._functorch.maybe_current_level() is None  # pyright: ignore
-        and torch._C._len_torch_dispatch_stack() == 0
+        not is_compiling()
+        and type(x) in _NUMBERS
+        and _current_level() is None
+        and not _len_torch_dispatch_stack()
         # The vmap of `torch.autograd.grad(is_grads_batched=True)` is not one of `torch.func`.
-        and not torch._C._functorch.is_legacy_batchedtensor(x)  # pyright: ignore
+        and not _is_legacy_batchedtensor(x)
         and not x.is_meta
     )
+
+
+# Every call of a layer asks `plain`, so that these are not looked up in their modules each time.
+_NUMBERS = (Tensor, nn.Parameter)
+_current_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
+_is_legacy_batchedtensor: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:

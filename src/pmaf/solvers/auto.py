@@ -92,8 +92,12 @@ def best_least_squares(problem: Any) -> Solver:
 
 def is_reduced(A: Tensor, k: int) -> bool:
     """Whether compiled kernels are the fastest for k eigenvectors of matrices like `A`."""
-    n = A.shape[-1]
-    return n <= _REDUCED_ROWS and are_few(k, n) and native.takes_eigenvectors(A)
+    return are_reduced(k, A.shape[-1]) and native.takes_eigenvectors(A)
+
+
+def are_reduced(k: int, n: int) -> bool:
+    """The same for k eigenvectors of matrices with n rows, if there are kernels for them."""
+    return n <= _REDUCED_ROWS and are_few(k, n)
 
 
 def best_eigenvectors(problem: Any) -> Solver:

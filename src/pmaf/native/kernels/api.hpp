@@ -1,4 +1,8 @@
 // What the kernels are given, and how the library finds those for the processor.
+//
+// Python packs these structures (`native/__init__.py`): addresses and the number of threads, which
+// differ from call to call, come first, sizes and options follow. Numbers are of `kind` 0 for float,
+// 1 for double, 2 and 3 for complex numbers of these.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +13,17 @@ namespace pmaf {
 // which C = T⁻¹AT⁻ᴴ with M = TTᴴ has the same eigenvalues, and vectors x = Tᴴy.
 struct Forward {
   const void *A, *M;  // (batch, n, n); M is null for one matrix
+  void *values, *vectors;  // (batch, k), (batch, k, n)
+  double *matrix, *factor, *x;  // of a pair: C, the factor of M, (batch, n, n), and (batch, k, n)
+  uint8_t *failed;         // (batch), or null
+  long threads;
   long batch;
-  int n, k;
+  int n, k, kind;
   double sign;             // −1 for the smallest eigenvalues
   const double *second;    // (n), decides signs where the sum of a vector is zero
   double tolerance;        // up to which a sum counts as zero
   double definite;         // the least pivot of M, relative to its diagonal
-  double refined;          // the largest residual of a pair of double precision, relative to its terms
-  void *values, *vectors;  // (batch, k), (batch, k, n)
-  double *matrix, *factor, *x;  // of a pair: C, the factor of M, (batch, n, n), and (batch, k, n)
-  uint8_t *failed;         // (batch), or null
+  double refined;  // the largest residual of a pair of double precision, relative to its terms
 };
 
 // The gradient of A, given those of the vectors and of the values; or the solutions of the linear
@@ -29,25 +34,27 @@ struct Backward {
   const void *v;           // (batch, rows, n), or null
   const void *shift;       // (batch, rows), or null for a gradient, which has k rows
   const void *d_values;    // (batch, k), or null
-  long batch;
-  int n, k, rows;
-  double sign;
-  double equal;            // relative distance up to which eigenvalues count as one
   void *result;            // the gradient (batch, n, n), or null, or the solutions (batch, rows, n)
   void *d_metric;          // the gradient of M, or null
   uint8_t *failed;         // (batch), or null
+  long threads;
+  long batch;
+  int n, k, rows, kind;
+  double sign;
+  double equal;            // relative distance up to which eigenvalues count as one
 };
 
 // Least squares on the unit sphere, of float: min ½‖Au − b‖² subject to ‖u‖ = 1.
 struct LeastSquares {
   const float *A, *b;  // (batch, m, n), (batch, m)
-  long batch;
-  int m, n;
-  const double *second;     // (n), decides signs where the sum of a vector is zero
   float *u;                 // (batch, n)
   double *multiplier, *gap;  // (batch)
   double *gram;              // (batch, p, p), the smaller of AᵀA and AAᵀ, or null
   uint8_t *failed;          // (batch), or null
+  long threads;
+  long batch;
+  int m, n;
+  const double *second;     // (n), decides signs where the sum of a vector is zero
 };
 
 // The gradients of A and b, given those of u.
@@ -55,10 +62,11 @@ struct LeastSquaresBackward {
   const float *A, *b, *u, *v;  // v is the gradient of u
   const double *multiplier;  // (batch)
   const double *gram;        // (batch, p, p), or null
-  long batch;
-  int m, n;
   float *dA, *db;   // either may be null
   uint8_t *failed;  // (batch), or null
+  long threads;
+  long batch;
+  int m, n;
 };
 
 // Kernels for one instruction set: for float, double, and complex numbers of both.

@@ -61,6 +61,12 @@ template <class R> inline R multiplicity(const Evaluation<R> &at, R degree) {
   return larger(one, smaller(degree, (smaller(ratio, degree) + shift) - shift));
 }
 
+// Where the result may exceed one, without the division, for which the next step would wait.
+template <class R> inline MaskOf<R> may_repeat(const Evaluation<R> &at) {
+  const R second = larger(at.second, all_of<R>(PIVOT));
+  return negate(at.first * at.first <= all_of<R>(1.75) * second);
+}
+
 // The number of eigenvalues above x.
 template <class R> inline R count_above(const Tridiagonal<R> &t, R x) {
   const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
@@ -103,9 +109,15 @@ template <class R> inline void largest_values(const Tridiagonal<R> &t, int k, R 
       const MaskOf<R> few = at.count < limit + zeros;
       // Near an eigenvalue of multiplicity r, first²/second is r, and the method for r-fold zeros
       // converges cubically, where the one for simple zeros is linear.
-      if (step > 2) zeros = multiplicity(at, degree);
-      const R square = root(larger((degree - zeros) / zeros *
-                                   (degree * at.second - at.first * at.first), none));
+      R ratio = degree - one;
+      if (step > 2 && any(may_repeat(at))) {
+        zeros = multiplicity(at, degree);
+        ratio = (degree - zeros) / zeros;
+      } else {
+        zeros = one;
+      }
+      const R square =
+          root(larger(ratio * (degree * at.second - at.first * at.first), none));
       const R divisor = choose(above, at.first + square, square - at.first);
       const R move = degree / divisor + width;
       R next = choose(above, x - move, x + move);
