@@ -803,8 +803,8 @@ PAIRS = [
     Bug(
         "kernels: a view of negatives is read without its sign",
         "native/__init__.py",
-        "return ours and not A.is_neg()",
-        "return ours",
+        "if A.is_contiguous() and not A.is_conj() and not A.is_neg():",
+        "if A.is_contiguous() and not A.is_conj():",
         "test_native.py::test_views_that_stand_for_their_negatives",
     ),
     Bug(
@@ -1128,8 +1128,8 @@ LINALG = [
     Bug(
         "kernels: conjugates are taken for numbers",
         "native/__init__.py",
-        "    A = A if A.is_contiguous() and not A.is_conj() else _laid_out(A)\n    plan",
-        "    A = A if A.is_contiguous() else _laid_out(A)\n    plan",
+        "if A.is_contiguous() and not A.is_conj() and not A.is_neg():",
+        "if A.is_contiguous() and not A.is_neg():",
         "test_native_complex.py::test_conjugate_transposed_and_strided_inputs",
     ),
     Bug(

@@ -82,8 +82,7 @@ def takes(A: Tensor) -> bool:
 
 def takes_eigenvectors(A: Tensor) -> bool:
     """Whether kernels find and differentiate eigenvectors of this tensor, real or complex."""
-    ours = _library is not None and A.is_cpu and A.dtype in _KINDS and A.layout == torch.strided
-    return ours and not A.is_neg()  # a view of an imaginary part may stand for its negative
+    return _library is not None and A.is_cpu and A.dtype in _KINDS and A.layout == torch.strided
 
 
 class Pairs(NamedTuple):
@@ -100,7 +99,7 @@ def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool 
     The sum of each vector is positive; if it is zero, the product with a fixed direction is, and
     a complex vector counts as failed. With `k = None` there is one, without a dimension for it.
     """
-    A = A if A.is_contiguous() and not A.is_conj() else _laid_out(A)
+    A = _laid_out(A)
     plan = _forward_plan(A.shape, A.dtype, k, largest)
     values, vectors = _empty_pairs(A, plan, columns)
     where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0
@@ -254,7 +253,7 @@ def eigenvector_gradient(
     `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
     vector is positive.
     """
-    A = A if A.is_contiguous() and not A.is_conj() else _laid_out(A)
+    A = _laid_out(A)
     y = y if y.is_contiguous() and not y.is_conj() else _plain(y)
     v, d = (None if x is None else _plain(x) for x in (v, d_values))
     result = torch.empty_like(A)
@@ -300,7 +299,7 @@ class Minimum(NamedTuple):
 
 def least_squares(A: Tensor, b: Tensor) -> Minimum:
     """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32."""
-    A, b = A.contiguous(), _plain(b)
+    A, b = _plain(A), _plain(b)
     batch, (m, n) = A.shape[:-2], A.shape[-2:]
     u = A.new_empty((*batch, n))
     multiplier, gap = (A.new_empty(batch, dtype=torch.float64) for _ in range(2))
@@ -326,7 +325,7 @@ def least_squares_gradient(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gradients of `A` and `b` where they are needed, given that of `u`."""
-    A, b, u, v = A.contiguous(), _plain(b), u.contiguous(), _plain(v)
+    A, b, u, v = (_plain(x) for x in (A, b, u, v))
     m, n = A.shape[-2:]
     count = A.numel() // (m * n)
     dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
@@ -338,10 +337,10 @@ def least_squares_gradient(
 
 def _laid_out(A: Tensor) -> Tensor:
     """The matrices, or their transposes, which have the same symmetric part, in one piece."""
-    if A.is_contiguous() and not A.is_conj():
+    if A.is_contiguous() and not A.is_conj() and not A.is_neg():
         return A
     # The transpose of a complex matrix has another Hermitian part.
-    return _plain(A) if A.is_complex() else A.mT.contiguous()
+    return _plain(A) if A.is_complex() or A.is_neg() else A.mT.contiguous()
 
 
 def _plain(x: Tensor) -> Tensor:
