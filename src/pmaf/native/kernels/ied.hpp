@@ -465,11 +465,12 @@ inline long solve_complement(const Backward &p, long first, int filled,
       R *row = K + r * stride;
       for (int c = 0; c < stride; ++c) row[c] = -a[r * stride + c];
       row[S::place(r, 0)] += shift;
-      for (int i = 0; i < k; ++i)
-        S::add_conjugate(row, S::entry(y + i * stride, r) * (size - (shift - values[i])),
-                         y + i * stride, n);
+      for (int i = 0; i < k; ++i) {
+        const R *vector = y + i * stride;
+        S::add_square(row, S::entry(vector, r) * (size - (shift - values[i])), vector, r, n);
+      }
       for (int i = 0; i < nulls; ++i)
-        S::add_conjugate(row, S::entry(null + i * stride, r) * size, null + i * stride, n);
+        S::add_square(row, S::entry(null + i * stride, r) * size, null + i * stride, r, n);
     }
     S::factor(K, n, stride, inverse, all_of<R>(EPS) * size);
   };
@@ -478,11 +479,34 @@ inline long solve_complement(const Backward &p, long first, int filled,
     for (int i = 0; i < nulls; ++i)
       S::add(x, -S::dot(null + i * stride, x, n), null + i * stride, n);
   };
+  // Pivots of K are not below its least eigenvalue. So one that counts as zero tells of a null vector
+  // without a search: K⁻¹ turns L⁻ᴴe into it, and its length says whether it is one.
+  const auto find_nulls = [&] {
+    for (int c = 0; c < n && nulls < NULLS; ++c) {
+      const MaskOf<R> large = both(inverse[c] > none, inverse[c] * equal < one);
+      if (!any(both(good, negate(large)))) continue;
+      R *next = null + nulls * stride, growth = one;
+      for (int i = 0; i < stride; ++i) next[i] = none;
+      next[S::place(c, 0)] = one;
+      S::solve_upper(K, n, stride, next);
+      for (int step = 0; step < 2; ++step) {
+        if (step) S::solve(K, n, stride, inverse, next);
+        clear(next);
+        growth = square<S>(next, n);
+        scale<S>(next, choose(growth > none, one / root(growth), none), n);
+      }
+      const MaskOf<R> singular = both(good, negate(growth * equal * equal <= one));
+      scale<S>(next, choose(singular, one, none), n);
+      nulls += any(singular);
+    }
+    return nulls > 0;
+  };
   for (int j = 0; j < rows && p.v; ++j) {
     bool fresh = j == 0 || nulls > 0;
     for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
     nulls = 0;
     if (fresh) factor(shifts[j]);
+    if (fresh && find_nulls()) factor(shifts[j]);
     R *row = z + j * stride;
     clear(row);
     for (int i = 0; i < stride; ++i) right[i] = row[i];

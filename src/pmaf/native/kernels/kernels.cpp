@@ -63,7 +63,7 @@ template <class S, class F> long forward_by(const Forward &p, int threads) {
                       forward_space<S>(p.n, p.k, p.M), cost, threads);
 }
 template <class S, class F> long backward_by(const Backward &p, int threads) {
-  const double n = p.n, cost = work_of<S> * (n * n * n / 4 + 8 * n * n);
+  const double n = p.n, cost = work_of<S> * p.rows * (n * n * n / 4 + 8 * n * n);
   return run<Backward>(p, backward_piece<S, F>, Kind<typename S::Number>::lanes,
                        backward_space<S>(p.n, p.k, p.rows, p.matrix), cost, threads);
 }
@@ -72,31 +72,31 @@ template <class F> long forward(const Forward &p, int threads) {
   if (p.n > TINY) return forward_by<Medium, F>(p, threads);
   if (p.batch < 3) return forward_by<Tiny<0, double>, F>(p, threads);
   switch (p.n) {
-    case 2: return forward_by<Tiny<2, Lanes>, F>(p, threads);
-    case 3: return forward_by<Tiny<3, Lanes>, F>(p, threads);
-    case 4: return forward_by<Tiny<4, Lanes>, F>(p, threads);
-    default: return forward_by<Tiny<0, Lanes>, F>(p, threads);
+    case 2: return forward_by<Tiny<2, Twins>, F>(p, threads);
+    case 3: return forward_by<Tiny<3, Twins>, F>(p, threads);
+    case 4: return forward_by<Tiny<4, Twins>, F>(p, threads);
+    default: return forward_by<Tiny<0, Twins>, F>(p, threads);
   }
 }
 template <class F> long backward(const Backward &p, int threads) {
   if (p.n > TINY) return backward_by<Medium, F>(p, threads);
   if (p.batch < 3) return backward_by<Tiny<0, double>, F>(p, threads);
   switch (p.n) {
-    case 2: return backward_by<Tiny<2, Lanes>, F>(p, threads);
-    case 3: return backward_by<Tiny<3, Lanes>, F>(p, threads);
-    case 4: return backward_by<Tiny<4, Lanes>, F>(p, threads);
-    default: return backward_by<Tiny<0, Lanes>, F>(p, threads);
+    case 2: return backward_by<Tiny<2, Twins>, F>(p, threads);
+    case 3: return backward_by<Tiny<3, Twins>, F>(p, threads);
+    case 4: return backward_by<Tiny<4, Twins>, F>(p, threads);
+    default: return backward_by<Tiny<0, Twins>, F>(p, threads);
   }
 }
 template <class F> long complex_forward(const Forward &p, int threads) {
   if (p.n > TINY) return forward_by<Rows<Complex<double>>, F>(p, threads);
   if (p.batch < 3) return forward_by<Tiny<0, Complex<double>>, F>(p, threads);
-  return forward_by<Tiny<0, Complex<Lanes>>, F>(p, threads);
+  return forward_by<Tiny<0, Complex<Twins>>, F>(p, threads);
 }
 template <class F> long complex_backward(const Backward &p, int threads) {
   if (p.n > TINY) return backward_by<Rows<Complex<double>>, F>(p, threads);
   if (p.batch < 3) return backward_by<Tiny<0, Complex<double>>, F>(p, threads);
-  return backward_by<Tiny<0, Complex<Lanes>>, F>(p, threads);
+  return backward_by<Tiny<0, Complex<Twins>>, F>(p, threads);
 }
 
 template <class S> long least_squares_by(const LeastSquares &p, int threads) {

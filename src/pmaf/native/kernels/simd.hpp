@@ -1,7 +1,8 @@
 // Numbers, and vectors of numbers, under one set of names.
 //
 // Every algorithm on tridiagonal or tiny matrices is written once, for a type R: with R = double it
-// works on one matrix, with R = Lanes on WIDTH matrices at a time, one in each lane.
+// works on one matrix, with R = Lanes on WIDTH matrices at a time, one in each lane, and with R = Twins
+// on twice as many.
 #pragma once
 
 #include <cmath>
@@ -109,6 +110,63 @@ inline void put(double &x, int, double value) { x = value; }
 inline void put(Lanes &x, int i, double value) { x[i] = value; }
 inline bool is_set(bool m, int) { return m; }
 inline bool is_set(LaneMask m, int i) { return m[i] != 0; }
+
+// Two vectors, for 2·WIDTH matrices at a time. Divisions and roots take long, and each step of an
+// algorithm on small matrices waits for the one before: meanwhile the processor works on the other
+// vector.
+struct Twins {
+  Lanes a, b;
+  Twins &operator+=(Twins y) { return a += y.a, b += y.b, *this; }
+  Twins &operator-=(Twins y) { return a -= y.a, b -= y.b, *this; }
+  Twins &operator*=(Twins y) { return a *= y.a, b *= y.b, *this; }
+  Twins &operator/=(Twins y) { return a /= y.a, b /= y.b, *this; }
+};
+struct TwinMasks {
+  LaneMask a, b;
+};
+template <> struct Kind<Twins> {
+  using Mask = TwinMasks;
+  static constexpr int lanes = 2 * WIDTH;
+};
+inline Twins operator+(Twins x, Twins y) { return {x.a + y.a, x.b + y.b}; }
+inline Twins operator-(Twins x, Twins y) { return {x.a - y.a, x.b - y.b}; }
+inline Twins operator*(Twins x, Twins y) { return {x.a * y.a, x.b * y.b}; }
+inline Twins operator/(Twins x, Twins y) { return {x.a / y.a, x.b / y.b}; }
+inline Twins operator-(Twins x) { return {-x.a, -x.b}; }
+// Comparisons of vectors of SSE2 are written out for the same reason as `choose`.
+#if defined(__SSE2__) && !defined(__AVX2__)
+#define PMAF_COMPARE(name, operation) \
+  inline LaneMask name(Lanes x, Lanes y) { return (LaneMask)_mm_##operation##_pd((__m128d)x, (__m128d)y); }
+PMAF_COMPARE(is_less, cmplt)
+PMAF_COMPARE(is_at_most, cmple)
+PMAF_COMPARE(is_equal, cmpeq)
+#undef PMAF_COMPARE
+#else
+inline LaneMask is_less(Lanes x, Lanes y) { return x < y; }
+inline LaneMask is_at_most(Lanes x, Lanes y) { return x <= y; }
+inline LaneMask is_equal(Lanes x, Lanes y) { return x == y; }
+#endif
+inline TwinMasks operator<(Twins x, Twins y) { return {is_less(x.a, y.a), is_less(x.b, y.b)}; }
+inline TwinMasks operator>(Twins x, Twins y) { return y < x; }
+inline TwinMasks operator<=(Twins x, Twins y) {
+  return {is_at_most(x.a, y.a), is_at_most(x.b, y.b)};
+}
+inline TwinMasks operator==(Twins x, Twins y) { return {is_equal(x.a, y.a), is_equal(x.b, y.b)}; }
+inline Twins choose(TwinMasks m, Twins x, Twins y) {
+  return {choose(m.a, x.a, y.a), choose(m.b, x.b, y.b)};
+}
+inline Twins root(Twins x) { return {root(x.a), root(x.b)}; }
+inline bool any(TwinMasks m) { return any(m.a | m.b); }
+inline TwinMasks both(TwinMasks x, TwinMasks y) { return {x.a & y.a, x.b & y.b}; }
+inline TwinMasks either(TwinMasks x, TwinMasks y) { return {x.a | y.a, x.b | y.b}; }
+inline TwinMasks negate(TwinMasks x) { return {~x.a, ~x.b}; }
+template <> inline Twins all_of<Twins>(double x) { return {all_of<Lanes>(x), all_of<Lanes>(x)}; }
+inline Twins size_of(Twins x) { return {size_of(x.a), size_of(x.b)}; }
+inline Twins larger(Twins x, Twins y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+inline Twins smaller(Twins x, Twins y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
+inline double get(Twins x, int i) { return i < WIDTH ? x.a[i] : x.b[i - WIDTH]; }
+inline void put(Twins &x, int i, double value) { (i < WIDTH ? x.a : x.b)[i % WIDTH] = value; }
+inline bool is_set(TwinMasks m, int i) { return (i < WIDTH ? m.a : m.b)[i % WIDTH] != 0; }
 
 inline double total(Lanes x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)

@@ -89,9 +89,9 @@ template <int N, class X> struct Tiny {
   static void add(R *x, X factor, const R *y, int n) {
     pmaf::add((X *)x, factor, (const X *)y, N ? N : n);
   }
-  // x ← x + factor·ȳ
-  static void add_conjugate(R *x, X factor, const R *y, int n) {
-    for (int i = 0; i < (N ? N : n); ++i) ((X *)x)[i] += factor * conjugate(((const X *)y)[i]);
+  // Row r of A ← A + factor·yyᴴ, in the triangle that is factored.
+  static void add_square(R *row, X factor, const R *y, int r, int) {
+    for (int i = 0; i <= r; ++i) ((X *)row)[i] += factor * conjugate(((const X *)y)[i]);
   }
 };
 
@@ -147,10 +147,10 @@ template <class E> struct Rows {
   static void add(double *x, E factor, const double *y, int n) {
     add_from<E>(x, factor, y, 0, stride_of(n));
   }
-  static void add_conjugate(double *x, E factor, const double *y, int n) {
+  static void add_square(double *row, E factor, const double *y, int r, int n) {
     const Vector<E> f = spread(factor);
-    for (int c = 0; c < vectors_in<E>(stride_of(n)); ++c)
-      at<E>(x)[c] += f * conjugate(at<E>(y)[c]);
+    for (int c = vectors_before(r); c < vectors_in<E>(stride_of(n)); ++c)
+      at<E>(row)[c] += f * conjugate(at<E>(y)[c]);
   }
 };
 using Medium = Rows<double>;
@@ -176,12 +176,14 @@ inline void load_row(const F *x, long step, int filled, int n, R *to) {
   if constexpr (lanes > 1)
     if (n >= WIDTH)
       return by_pieces(n, [&](int i) {
-        Lanes block[WIDTH];
-        for (int l = 0; l < WIDTH; ++l)
-          block[l] =
-              __builtin_convertvector(*(const typename Packed<F>::Type *)(from[l] + i), Lanes);
-        transpose(block);
-        for (int l = 0; l < WIDTH; ++l) to[i + l] = block[l];
+        for (int part = 0; part < lanes / WIDTH; ++part) {
+          Lanes block[WIDTH];
+          for (int l = 0; l < WIDTH; ++l)
+            block[l] = __builtin_convertvector(
+                *(const typename Packed<F>::Type *)(from[part * WIDTH + l] + i), Lanes);
+          transpose(block);
+          for (int l = 0; l < WIDTH; ++l) ((Lanes *)(to + i + l))[part] = block[l];
+        }
       });
   for (int l = 0; l < lanes; ++l)
     for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[l][i];
@@ -194,12 +196,16 @@ inline void store_row(const R *from, R factor, long step, int filled, int n, F *
   if constexpr (lanes > 1)
     if (n >= WIDTH)
       return by_pieces(n, [&](int i) {
-        Lanes block[WIDTH];
-        for (int l = 0; l < WIDTH; ++l) block[l] = from[i + l] * factor;
-        transpose(block);
-        for (int l = 0; l < WIDTH && l < filled; ++l)
-          *(typename Packed<F>::Type *)(x + l * step + i) =
-              __builtin_convertvector(block[l], typename Packed<F>::Type);
+        for (int part = 0; part < lanes / WIDTH; ++part) {
+          const int before = part * WIDTH;
+          Lanes block[WIDTH];
+          for (int l = 0; l < WIDTH; ++l)
+            block[l] = ((const Lanes *)(from + i + l))[part] * ((const Lanes *)&factor)[part];
+          transpose(block);
+          for (int l = 0; l < WIDTH && before + l < filled; ++l)
+            *(typename Packed<F>::Type *)(x + (before + l) * step + i) =
+                __builtin_convertvector(block[l], typename Packed<F>::Type);
+        }
       });
   for (int l = 0; l < lanes && l < filled; ++l)
     for (int i = 0; i < n; ++i)
