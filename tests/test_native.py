@@ -108,6 +108,79 @@ def test_least_squares(family, batch):
         assert (solution.residual <= 64 * eps).all()
 
 
+def reduced(A, k=None, largest=True):
+    """Eigenvectors as rows, and the reduction that the forward pass keeps."""
+    numbers = native.reduction_numbers(A.shape[-1], A.dtype, k)
+    reduction = A.new_empty((*A.shape[:-2], numbers), dtype=T)
+    _, rows, failed = native.largest_pairs(A, k, largest, reduction=reduction)
+    assert failed is None
+    return rows, reduction
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("dtype", [torch.float32, T], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(17, None), (20, 1), (32, 3), (63, 9), (128, None)])
+def test_gradients_from_the_reduction_of_the_forward_pass(n, k, dtype, largest):
+    """They are those that Cholesky's factorisation gives, and need no matrix."""
+    A = matrices("goe", 5, n, dtype)
+    y, reduction = reduced(A, k, largest)
+    v, d = torch.cos(torch.arange(y.numel()).to(A)).view_as(y), y[..., 0]
+    given = k or 1, v, d, largest
+    wanted = native.eigenvector_gradient(A, y, *given).tensors[0]
+    found = native.eigenvector_gradient(A, y, *given, reduction).tensors[0]
+    blind = native.eigenvector_gradient(torch.zeros_like(A), y, *given, reduction).tensors[0]
+    assert torch.equal(found, blind)
+    spectrum = torch.linalg.eigvalsh(A.double())
+    asked = (spectrum if largest else -spectrum.flip(-1))[:, -(k or 1) - 1 :]
+    gap = asked.diff(dim=-1).amin(-1) / spectrum.abs().amax(-1)
+    # Both have the errors of a reduction or of a factorisation in double precision, over the gap.
+    rounding = 16 * n * torch.finfo(T).eps / gap + 2 * torch.finfo(dtype).eps
+    error = (found - wanted).double().norm(dim=(-2, -1)) / wanted.double().norm(dim=(-2, -1))
+    assert (error <= rounding).all()
+
+
+@pytest.mark.parametrize("k", [None, 1, 3])
+def test_repeated_eigenvalues_are_not_differentiated_by_the_reduction(k):
+    """It has no solution of least norm; the other way has, and one entry does not change others."""
+    n = 20
+    simple, repeated = torch.arange(n) + 1.0, torch.arange(n) + 1.0
+    repeated[-1 - (k or 1) :] = n
+    A = torch.stack([with_eigenvalues(x.tolist(), 1) for x in (simple, repeated, simple)])
+    y, reduction = reduced(A, k)
+    v = torch.cos(torch.arange(y.numel()).to(A)).view_as(y)
+    by_factor = native.eigenvector_gradient(A, y, k or 1, v, None).tensors[0]
+    found = native.eigenvector_gradient(A, y, k or 1, v, None, True, reduction).tensors[0]
+    assert torch.equal(found[1], by_factor[1])
+    assert not torch.equal(found[0], by_factor[0])
+    blind = A * torch.tensor([0.0, 1.0, 0.0]).to(A).view(3, 1, 1)
+    again = native.eigenvector_gradient(blind, y, k or 1, v, None, True, reduction).tensors[0]
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("n", [9, 17, 40])
+@pytest.mark.parametrize("k", [None, 2])
+def test_matrices_that_are_solved_together_do_not_touch_each_other(n, k):
+    """Of many, the tridiagonal matrices are in the lanes of vectors; of few, lanes are empty."""
+    A = torch.cat([matrices(family, 3, n) for family in EIGEN])
+    every = native.largest_pairs(A, k)
+    for few in (3, 5):
+        part = native.largest_pairs(A[:few], k)
+        assert torch.equal(part.vectors, every.vectors[:few])
+        assert torch.equal(part.values, every.values[:few])
+
+
+def test_close_eigenvalues_of_a_matrix_that_does_not_fall_into_blocks():
+    """Twisted factorisations give vectors that depend on each other; inverse iteration does not."""
+    A = matrices("laplacian", 1000, 9)
+    values, rows, failed = native.largest_pairs(A, 3)
+    assert failed is None
+    rows, values = rows.double(), values.double()
+    eps, eye = torch.finfo(torch.float32).eps, torch.eye(3, dtype=T)
+    size = values.abs().amax(-1)[:, None, None]
+    assert ((rows @ rows.mT - eye).abs() <= 4 * eps).all()
+    assert ((rows @ A.double() - values.unsqueeze(-1) * rows).abs() <= 8 * eps * size).all()
+
+
 @pytest.mark.parametrize(("m", "n"), [s for s in TALL_AND_WIDE if s[1] < 200], ids=str)
 @pytest.mark.parametrize("family", ["inner", "outer", "ill-conditioned", "zero"])
 def test_gradients_of_least_squares(family, m, n):
@@ -408,6 +481,27 @@ for threads in (1, 2):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
     assert wanted.isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_before_threads_were_used_has_all_of_them():
+    """As those that `pmaf bench` measures in."""
+    program = """
+import os, torch, pmaf
+from pmaf import native
+from pmaf_lab.bench.families import EIGEN
+torch.set_num_threads(2)
+for early in (False, True):
+    pid = os.fork()
+    if pid == 0:
+        if early:
+            native.forked_early()
+        pmaf.ied(EIGEN["goe"](20_000, 9, torch.Generator().manual_seed(9)))
+        os._exit(0 if native._library.pmaf_regions() == early else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
 
 
 def test_calls_do_not_gather_memory():

@@ -281,11 +281,11 @@ class Found(torch.autograd.Function):
         problem: Any,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        if second is None:  # the backward pass of one matrix starts anew
-            ctx.save_for_backward(first, *found)
-        else:
+        if second is not None or kept:
             ctx.save_for_backward(first, *found, second, *kept)
             ctx.kind = type(kept)
+        else:  # the backward pass starts anew
+            ctx.save_for_backward(first, *found)
         ctx.problem = problem
         return found
 
@@ -297,8 +297,10 @@ class Found(torch.autograd.Function):
             return (None,) * 5
         problem, tensors, kept, needs = ctx.problem, (first,), NOTHING, _ONE
         if others:
-            tensors, kept = (first, others[0]), ctx.kind(*others[1:])
-            needs = ctx.needs_input_grad[:2]
+            second, *parts = others
+            kept = ctx.kind(*parts)
+            if second is not None:
+                tensors, needs = (first, second), ctx.needs_input_grad[:2]
         if y.dim() == first.dim():  # several vectors
             y, v = y.mT, None if v is None else v.mT
         compiled = None
@@ -306,7 +308,7 @@ class Found(torch.autograd.Function):
             compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
             gradients, failed = compiled
             if failed is None:
-                return gradients[0], gradients[1] if others else None, None, None, None
+                return gradients[0], gradients[1] if len(tensors) > 1 else None, None, None, None
         gap = multiplier.new_full(first.shape[:-2], torch.nan)
         state = State(multiplier, gap, kept)
         given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)

@@ -37,7 +37,7 @@ from pmaf.solvers import Auto, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Decomposition, Kept, Nothing
+from pmaf.tangent.kept import Decomposition, Kept, Nothing, Tridiagonal
 
 
 class Eigenpairs(NamedTuple):
@@ -269,7 +269,10 @@ class PrincipalEigenvectors(Problem):
     ) -> native.Gradients:
         took("tangent: compiled")
         k = (self.k or 1) + self.skip
-        return native.eigenvector_gradient(tensors[0], y, k, v, d_multiplier, self.largest)
+        reduction = kept.numbers if isinstance(kept, Tridiagonal) else None
+        return native.eigenvector_gradient(
+            tensors[0], y, k, v, d_multiplier, self.largest, reduction
+        )
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given

@@ -25,7 +25,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import are_reduced
-from pmaf.tangent.kept import NOTHING
+from pmaf.tangent.kept import NOTHING, Tridiagonal
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
@@ -42,10 +42,14 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     if not plain(A) or forward_mode(A):  # asked first, so that a trace compares no sizes
         return None
-    way, problem = _reduced(A.shape, A.dtype, k, largest)
+    way, problem, numbers = _reduced(A.shape, A.dtype, k, largest)
     if problem is None or not native.takes_eigenvectors(A):
         return None
-    values, vectors, failed = native.largest_pairs(A, k, largest, True)
+    recorded = A.requires_grad and torch.is_grad_enabled()
+    reduction = None
+    if recorded and numbers:
+        reduction = A.new_empty((*A.shape[:-2], numbers), dtype=torch.float64)
+    values, vectors, failed = native.largest_pairs(A, k, largest, True, reduction)
     if failed is not None and (
         not A.is_complex() or bool(failed.all()) or not bool(A[failed].isfinite().all())
     ):
@@ -55,8 +59,9 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
         took("ied: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
         vectors, values = attach_some((A, None), (vectors, values), NOTHING, problem, failed, solve)
-    elif A.requires_grad and torch.is_grad_enabled():
-        vectors, values = attach_found(A, None, (vectors, values), NOTHING, problem)
+    elif recorded:
+        kept = NOTHING if reduction is None else Tridiagonal(reduction)
+        vectors, values = attach_found(A, None, (vectors, values), kept, problem)
     return _named(Eigenpairs, (values, vectors))
 
 
@@ -68,14 +73,18 @@ _named = tuple.__new__
 @functools.lru_cache(maxsize=1024)
 def _reduced(
     shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
-) -> tuple[str, Any]:
-    """The way that kernels take, and the problem without its matrix; None if they are not used."""
+) -> tuple[str, Any, int]:
+    """The way that kernels take, the problem without its matrix, and how many numbers are kept.
+
+    The problem is None if they are not used.
+    """
     square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
     if not (square and are_reduced(k or 1, shape[-1])) or (k or 1) > COMPILED_VECTORS:
-        return "", None
+        return "", None, 0
     if dtype.is_complex:
-        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest)
-    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest)
+        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest), 0
+    numbers = native.reduction_numbers(shape[-1], dtype, k)
+    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest), numbers
 
 
 def ied(

@@ -22,12 +22,12 @@ from torch import Tensor
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 6
+_VERSION = 7
 # Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
 # of `failed`, and the number of threads.
 _FUNCTIONS = {
-    "pmaf_forward": 8,
-    "pmaf_backward": 11,
+    "pmaf_forward": 9,
+    "pmaf_backward": 12,
     "pmaf_less_forward": 7,
     "pmaf_less_backward": 9,
 }
@@ -57,10 +57,22 @@ def _load() -> tuple[Any, str]:
     if version != _VERSION:
         return None, f"{path} is of another version of pmaf; install pmaf again"
     library.pmaf_choose.restype = ctypes.c_char_p
+    for name in ("pmaf_reduction_numbers", "pmaf_regions"):
+        getattr(library, name).restype = ctypes.c_long
     chosen = library.pmaf_choose(setting.encode()).decode()
     if setting and chosen != setting:
         return None, f"PMAF_NATIVE={setting}, which this processor or this build does not have"
     return library, chosen
+
+
+def forked_early() -> None:
+    """Say that this process was forked from one that had not used torch's threads yet.
+
+    Otherwise the kernels of a forked process use threads of their own, because those of OpenMP
+    do not survive a fork.
+    """
+    if _library is not None:
+        _library.pmaf_forked_early()
 
 
 _library, about = _load()  # `about` is the instruction set, or why there are no kernels
@@ -93,18 +105,37 @@ class Pairs(NamedTuple):
     failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
-def largest_pairs(A: Tensor, k: int | None, largest: bool = True, columns: bool = False) -> Pairs:
+def largest_pairs(
+    A: Tensor,
+    k: int | None,
+    largest: bool = True,
+    columns: bool = False,
+    reduction: Tensor | None = None,
+) -> Pairs:
     """The k largest eigenpairs of `½(A + Aᴴ)`, `(*, n, n)`, or the smallest, ascending.
 
     The sum of each vector is positive; if it is zero, the product with a fixed direction is, and
     a complex vector counts as failed. With `k = None` there is one, without a dimension for it.
+    What the backward pass wants is written into `reduction`.
     """
     A = _laid_out(A)
     plan = _forward_plan(A.shape, A.dtype, k, largest)
     values, vectors = _empty_pairs(A, plan, columns)
-    where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0
+    kept = 0 if reduction is None else reduction.data_ptr()
+    where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0, kept
     failed = _call(_FORWARD, where, plan.sizes, A, plan.matrices)
     return _named(Pairs, (values, vectors, failed))
+
+
+def reduction_numbers(n: int, dtype: torch.dtype, k: int | None) -> int:
+    """How many numbers of float64 the backward pass of k vectors wants, for each matrix.
+
+    Zero if it wants none: small matrices are reduced again in less time than it takes to keep the
+    reduction.
+    """
+    if _library is None or dtype not in _REAL:
+        return 0
+    return _library.pmaf_reduction_numbers(n, k or 1)
 
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.
@@ -207,7 +238,7 @@ def largest_of_pair(
         kept = Reduced(C, factor, A.new_empty((*A.shape[:-2], k or 1, n), dtype=wide))
     where = A.data_ptr(), M.data_ptr(), values.data_ptr(), vectors.data_ptr()
     others = tuple(x.data_ptr() for x in kept) if kept else (0, 0, 0)
-    failed = _call(_FORWARD, where + others, plan.sizes, A, plan.matrices)
+    failed = _call(_FORWARD, (*where, *others, 0), plan.sizes, A, plan.matrices)
     return Pairs(values, vectors, failed), kept
 
 
@@ -235,7 +266,7 @@ def pair_gradients(
     dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
     k = kept.x.shape[-2]
     count, sizes = _backward_plan(C.shape, dtype, k, k, largest)
-    where = *(0, 0), *(x.data_ptr() for x in kept), _address(v), 0, _address(d)
+    where = *(0, 0), *(x.data_ptr() for x in kept), 0, _address(v), 0, _address(d)
     failed = _call(_BACKWARD, (*where, _address(dA), _address(dM)), sizes, C, count)
     return Gradients((dA, dM), failed)
 
@@ -247,18 +278,20 @@ def eigenvector_gradient(
     v: Tensor | None,
     d_values: Tensor | None,
     largest: bool = True,
+    reduction: Tensor | None = None,
 ) -> Gradients:
     """The gradient of `A`, `(*, n, n)`, given those of the eigenpairs.
 
     `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
-    vector is positive.
+    vector is positive. `reduction` is what the forward pass has kept.
     """
     A = _laid_out(A)
     y = y if y.is_contiguous() and not y.is_conj() else _plain(y)
     v, d = (None if x is None else _plain(x) for x in (v, d_values))
     result = torch.empty_like(A)
     v_, d_ = 0 if v is None else v.data_ptr(), 0 if d is None else d.data_ptr()
-    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, v_, 0, d_, result.data_ptr(), 0
+    kept = 0 if reduction is None else reduction.data_ptr()
+    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, kept, v_, 0, d_, result.data_ptr(), 0
     count, sizes = _backward_plan(A.shape, A.dtype, k, k, largest)
     return _named(Gradients, ((result,), _call(_BACKWARD, where, sizes, A, count)))
 
@@ -283,7 +316,7 @@ def complement_solve(
     A, y, v, shift = _laid_out(A), y.contiguous(), _plain(v), shift.contiguous()
     result = torch.empty_like(v)
     count, sizes = _backward_plan(A.shape, A.dtype, y.shape[-2], v.shape[-2], True)
-    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, v.data_ptr(), shift.data_ptr(), 0
+    where = A.data_ptr(), y.data_ptr(), 0, 0, 0, 0, v.data_ptr(), shift.data_ptr(), 0
     return result, _call(_BACKWARD, (*where, result.data_ptr(), 0), sizes, A, count)
 
 

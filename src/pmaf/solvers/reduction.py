@@ -35,11 +35,13 @@ class Reduction(Solver):
 
     Laguerre's method finds the eigenvalues and Sturm counts prove them; a twisted factorisation
     gives the vectors. Many matrices with at most sixteen rows are solved at a time, one in each
-    lane of the processor's vectors. The computation is in double precision for every dtype.
+    lane of the processor's vectors; of larger ones, the tridiagonal matrices are. The computation
+    is in double precision for every dtype.
 
     It needs the compiled kernels (`pmaf info` says whether there are any), and a plain tensor on
     the CPU. `Dense()` solves everything else, and the batch entries without a proof. Nothing is
-    kept: a Cholesky factorisation solves the system of the backward pass.
+    kept: a Cholesky factorisation solves the system of the backward pass. The default call of
+    `pmaf.ied` keeps the reduction itself, from 17 rows on.
 
     For least squares in float32, the smaller of `AᵀA` and `AAᵀ` is reduced, and every step of the
     secular equation takes O(n). `Secular()` solves everything else: other dtypes, matrices that

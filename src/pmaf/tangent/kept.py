@@ -62,6 +62,12 @@ class Exact(NamedTuple):
     gram: Tensor | None = None  # (*, p, p), float64, the smaller of AᵀA and AAᵀ, if it is kept
 
 
+class Tridiagonal(NamedTuple):
+    """The reduction `A = QTQᵀ` of each matrix and eigenvectors of `T`, in a form of the kernels."""
+
+    numbers: Tensor  # (*, p), float64
+
+
 class Congruence(NamedTuple):
     """What reduces a pair `A`, `M = LLᵀ` to one matrix: `L⁻¹`, and `L⁻¹AL⁻ᵀ`."""
 
@@ -71,7 +77,16 @@ class Congruence(NamedTuple):
 
 NOTHING = Nothing()
 Kept = (
-    Nothing | Basis | Decomposition | SingularBasis | Factor | Rate | Exact | Congruence | Reduced
+    Nothing
+    | Basis
+    | Decomposition
+    | SingularBasis
+    | Factor
+    | Rate
+    | Exact
+    | Tridiagonal
+    | Congruence
+    | Reduced
 )
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, SingularBasis, Factor)

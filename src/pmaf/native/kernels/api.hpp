@@ -15,6 +15,7 @@ struct Forward {
   const void *A, *M;  // (batch, n, n); M is null for one matrix
   void *values, *vectors;  // (batch, k), (batch, k, n)
   double *matrix, *factor, *x;  // of a pair: C, the factor of M, (batch, n, n), and (batch, k, n)
+  double *reduction;       // of one matrix: (batch, reduction_numbers(n, k)), or null
   uint8_t *failed;         // (batch), or null
   long threads;
   long batch;
@@ -31,6 +32,7 @@ struct Forward {
 struct Backward {
   const void *A, *y;       // (batch, n, n), (batch, k, n); of a pair null
   const double *matrix, *factor, *x;  // what the forward pass of a pair has returned
+  const double *reduction;            // what that of one matrix has returned, or null
   const void *v;           // (batch, rows, n), or null
   const void *shift;       // (batch, rows), or null for a gradient, which has k rows
   const void *d_values;    // (batch, k), or null
@@ -75,6 +77,7 @@ struct Kernels {
   long (*backward[4])(const Backward &, int threads);
   long (*least_squares)(const LeastSquares &, int threads);
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
+  long (*reduction_numbers)(int n, int k);  // of one real matrix; zero if none is to be kept
 };
 
 // Calls body(data, i) for i from 0 to items − 1, by several threads.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "api.hpp"
+#include "reduction.hpp"
 #include "storage.hpp"
 
 namespace pmaf {
@@ -88,11 +89,6 @@ inline typename S::Number load(const F *A, int n, int filled, double sign,
     largest = symmetrise((typename S::Entry *)a, n);
   }
   return divide<S>(a, n, sign, largest);
-}
-
-template <class S> inline long forward_space(int n, int k, bool pair) {
-  const long stride = S::stride_of(n);
-  return (pair ? 3 : 1) * stride * n + 13 * stride + k * stride + k + 16;
 }
 
 // Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
@@ -196,9 +192,10 @@ template <class S> inline typename S::Entry sum_of(const typename S::Number *x, 
 }
 
 // Multiplies a vector by the sign, or by the phase, that makes the sum of its entries positive. Where
-// that is zero, a second product decides the sign; the phase is not decided, and not good.
+// that is zero, a second product decides the sign; the phase is not decided, and not good. Returns the
+// sign of a real vector.
 template <class S>
-inline void orient(const Forward &p, typename S::Number length, typename S::Number *z,
+inline typename S::Number orient(const Forward &p, typename S::Number length, typename S::Number *z,
                    MaskOf<typename S::Number> &good, typename S::Number *x) {
   using R = typename S::Number;
   const int n = p.n;
@@ -207,6 +204,7 @@ inline void orient(const Forward &p, typename S::Number length, typename S::Numb
     const R sign = sign_of(z, n, p.second, tolerance);
     scale<S>(z, sign, n);
     if (x) scale<S>(x, sign, n);
+    return sign;
   } else {
     const typename S::Entry sum = sum_of<S>(z, n);
     const R size = root(square_of(sum));
@@ -221,6 +219,7 @@ inline void orient(const Forward &p, typename S::Number length, typename S::Numb
     };
     turn(z);
     if (x) turn(x);
+    return all_of<R>(1);
   }
 }
 
@@ -271,53 +270,111 @@ inline MaskOf<typename S::Number> are_accurate(const Forward &p, long first, int
   return good;
 }
 
+inline Reduction kept_of(const Forward &p, long entry) {
+  return {p.n, p.k, p.reduction + entry * Reduction::numbers(p.n, p.k)};
+}
+
+// Tridiagonal matrices are solved in the lanes of vectors, whether the matrices were reduced there or
+// one after the other.
+template <class S>
+using Tridiagonals = std::conditional_t<S::along_rows, Lanes, typename S::Number>;
+template <class S>
+constexpr int PER_NUMBER = Kind<Tridiagonals<S>>::lanes / Kind<typename S::Number>::lanes;
+
+template <class S> inline long forward_space(int n, int k, bool pair, int slots) {
+  const long stride = S::stride_of(n);
+  return slots * (n + 1) * stride + (pair ? 2 * n : 0) * stride + 10 * stride +
+         PER_NUMBER<S> * (6 * n + k * n + k) + 16;
+}
+
+// Finds the eigenpairs of `filled` matrices: in the lanes of S, or one after the other in `filled`
+// slots, of which a pair has one.
 template <class S, class F>
 inline long find_pairs(const Forward &p, long first, int filled, typename S::Number *space) {
   using R = typename S::Number;
-  constexpr int lanes = Kind<R>::lanes;
-  const int n = p.n, k = p.k, stride = S::stride_of(n);
+  using Q = Tridiagonals<S>;
+  constexpr int lanes = Kind<R>::lanes, width = Kind<Q>::lanes;
+  const int n = p.n, k = p.k, stride = S::stride_of(n), slots = S::along_rows ? filled : 1;
+  const int each = S::along_rows ? 1 : filled;  // matrices of a slot
   const bool pair = p.M;
-  R *a = space, *lower = a + (long)stride * n, *spare = lower + (pair ? (long)stride * n : 0),
-    *d = spare + (pair ? (long)stride * n : 0), *e = d + stride, *e2 = e + stride,
-    *tau = e2 + stride, *work = tau + stride, *inverse = work + 5 * stride, *z = inverse + stride,
-    *x = z + stride, *rows = x + stride, *values = rows + k * stride;
-  const F *A = (const F *)p.A + first * n * n * S::parts;
-  R unit = load<S, F>(A, n, filled, p.sign, a);
-  MaskOf<R> good = unit == unit;
-  if (pair)
-    unit = reduce_pair<S, F>(p, first, filled, unit, a, lower, spare, inverse, work, good);
-  S::reduce(a, n, stride, d, e, tau, work);
-  Tridiagonal<R> t{n, d, e, e2, {}, {}, {}};
-  good = both(good, largest_pairs(t, k, values, rows, n, work));
-  for (int j = 0; j < k; ++j) {
-    for (int i = 0; i < stride; ++i) z[i] = all_of<R>(0);
-    for (int i = 0; i < n; ++i) z[S::place(i, 0)] = rows[j * n + i];
-    S::turn_back(a, n, stride, tau, z);
-    R length = all_of<R>(1);
-    if (pair) {
-      for (int i = 0; i < stride; ++i) x[i] = z[i];
-      back<S>(lower, inverse, n, z);
-      length = root(square<S>(z, n));
-      good = both(good, fits<F>(length));
-    }
-    orient<S>(p, length, z, good, pair ? x : nullptr);
-    values[j] = choose(size_of(values[j]) < all_of<R>(16 * PIVOT), all_of<R>(0), values[j]);
-    values[j] *= unit * all_of<R>(p.sign);
-    if (pair) good = both(good, fits<F>(values[j]));
-    F *value = (F *)p.values + first * k + j;
-    for (int l = 0; l < lanes && l < filled; ++l) value[l * k] = (F)get(values[j], l);
-    const long start = (first * k + j) * n * S::parts, step = (long)k * n;
-    store_entries<S, F>(z, all_of<R>(1), step, filled, n, (F *)p.vectors + start);
-    if (p.x) store_entries<S, double>(x, all_of<R>(1), step, filled, n, p.x + start);
+  R *matrices = space, *taus = matrices + (long)slots * stride * n, *lower = taus + slots * stride,
+    *spare = lower + (pair ? (long)stride * n : 0), *d = spare + (pair ? (long)stride * n : 0),
+    *e = d + stride, *work = e + stride, *inverse = work + 5 * stride, *z = inverse + stride,
+    *x = z + stride;
+  Q *diagonals = (Q *)(x + stride), *beside = diagonals + n, *squares = beside + n,
+    *spares = squares + n, *rows = spares + 3 * n, *values = rows + k * n;
+  R units[width];
+  MaskOf<R> good[width];
+  for (int slot = 0; slot < slots; ++slot) {
+    R *a = matrices + (long)slot * stride * n;
+    const F *A = (const F *)p.A + (first + slot) * n * n * S::parts;
+    R unit = load<S, F>(A, n, each, p.sign, a);
+    good[slot] = unit == unit;
+    if (pair)
+      unit = reduce_pair<S, F>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
+    units[slot] = unit;
+    R *tau = taus + slot * stride;
+    S::reduce(a, n, stride, d, e, tau, work);
+    if constexpr (std::is_same_v<S, Medium>)
+      if (p.reduction) kept_of(p, first + slot).store(a, tau, d, e);
+    for (int i = 0; i < n; ++i)
+      for (int l = slot; l < (slot ? slot + 1 : PER_NUMBER<S>); ++l) {  // unused lanes repeat the first
+        ((R *)(diagonals + i))[l] = d[i];
+        if (i + 1 < n) ((R *)(beside + i))[l] = e[i];
+      }
   }
-  // Beside the rounding of numbers of single precision, those errors are nothing.
-  if constexpr (sizeof(F) == 8)
-    if (pair) good = both(good, are_accurate<S, F>(p, first, filled, a, lower, z, work));
-  return report<R>(good, first, filled, p.failed);
+  Tridiagonal<Q> t{n, diagonals, beside, squares, {}, {}, {}};
+  const MaskOf<Q> proved = largest_pairs(t, k, values, rows, n, spares);
+  long failed = 0;
+  for (int slot = 0; slot < slots; ++slot) {
+    R *a = matrices + (long)slot * stride * n;
+    const long entry = first + slot;
+    if constexpr (S::along_rows)
+      good[slot] = good[slot] && is_set(proved, slot);
+    else
+      good[slot] = both(good[slot], proved);
+    for (int j = 0; j < k; ++j) {
+      for (int i = 0; i < stride; ++i) z[i] = all_of<R>(0);
+      for (int i = 0; i < n; ++i) z[S::place(i, 0)] = ((R *)(rows + j * n + i))[slot];
+      S::turn_back(a, n, stride, taus + slot * stride, z);
+      R length = all_of<R>(1), value = ((R *)(values + j))[slot];
+      if (pair) {
+        for (int i = 0; i < stride; ++i) x[i] = z[i];
+        back<S>(lower, inverse, n, z);
+        length = root(square<S>(z, n));
+        good[slot] = both(good[slot], fits<F>(length));
+      }
+      [[maybe_unused]] const R sign = orient<S>(p, length, z, good[slot], pair ? x : nullptr);
+      if constexpr (std::is_same_v<S, Medium>)
+        if (p.reduction) {
+          const Reduction kept = kept_of(p, entry);
+          for (int i = 0; i < stride; ++i)
+            kept.row(j)[i] = i < n ? sign * ((R *)(rows + j * n + i))[slot] : 0;
+          kept.values()[j] = value;
+          kept.unit() = units[slot];
+        }
+      value = choose(size_of(value) < all_of<R>(16 * PIVOT), all_of<R>(0), value);
+      value *= units[slot] * all_of<R>(p.sign);
+      if (pair) good[slot] = both(good[slot], fits<F>(value));
+      F *to = (F *)p.values + entry * k + j;
+      for (int l = 0; l < lanes && l < each; ++l) to[l * k] = (F)get(value, l);
+      const long start = (entry * k + j) * n * S::parts, step = (long)k * n;
+      store_entries<S, F>(z, all_of<R>(1), step, each, n, (F *)p.vectors + start);
+      if (p.x) store_entries<S, double>(x, all_of<R>(1), step, each, n, p.x + start);
+    }
+    // Beside the rounding of numbers of single precision, those errors are nothing.
+    if constexpr (sizeof(F) == 8)
+      if (pair)
+        good[slot] = both(good[slot], are_accurate<S, F>(p, first, each, a, lower, z, work));
+    failed += report<R>(good[slot], entry, each, p.failed);
+  }
+  return failed;
 }
 
 // So many vectors of a repeated eigenvalue are found one by one; beyond, a decomposition is faster.
 constexpr int NULLS = 8;
+// The residual that a solution may have, in rounding errors of the matrix times the solution.
+constexpr double RESIDUAL = 16;
 
 template <class S> inline long backward_space(int n, int k, int rows, bool pair) {
   const long stride = S::stride_of(n);
@@ -365,6 +422,68 @@ inline void row_of_product(int r, int n, int k, const typename S::Number *z,
   // So far it is the conjugate.
   if constexpr (S::parts == 2)
     for (int i = 0; i < n; ++i) image[S::place(i, 1)] = -image[S::place(i, 1)];
+}
+
+// The products of the gradients v with the vectors y, of which z has a part in closed form.
+//
+// Their Hermitian part does not matter for one matrix, and a difference below rounding of v counts as
+// zero: for a function of the span it is zero, and two eigenvalues may be close. `equal` is the distance
+// of eigenvalues that count as one, `rounding` the same relative to the matrix.
+template <class S>
+inline void couple(int n, int k, const typename S::Number *y, const typename S::Number *rows,
+                   const typename S::Number *values, double rounding, typename S::Number equal,
+                   typename S::Entry *inside, typename S::Entry *normal) {
+  using R = typename S::Number;
+  using X = typename S::Entry;
+  const int stride = S::stride_of(n);
+  const R one = all_of<R>(1), none = all_of<R>(0), half = all_of<R>(0.5);
+  for (int j = 0; j < k; ++j)
+    for (int i = 0; i <= j; ++i) {
+      const R *v = rows + j * stride, *w = rows + i * stride;
+      const X up = S::dot(y + i * stride, v, n), down = conjugate(S::dot(y + j * stride, w, n));
+      normal[i * k + j] = up * half + down * half;
+      normal[j * k + i] = conjugate(normal[i * k + j]);
+      const R rise = values[j] - values[i];
+      const X turn = up * half - down * half;
+      R most = none;  // the squares of v may overflow
+      for (int l = 0; l < stride; ++l) most = larger(most, larger(size_of(v[l]), size_of(w[l])));
+      const MaskOf<R> known =
+          both(size_of(rise) > equal, largest_part(turn) > all_of<R>(rounding) * most);
+      inside[i * k + j] =
+          choose(known, turn / choose(rise == none, one, rise), from_real<X>(none));
+      inside[j * k + i] = conjugate(inside[i * k + j]);
+    }
+}
+
+// Stores Σ zyᴴ + yzᴴ. `K` holds a matrix, or two vectors along rows.
+template <class S, class F>
+inline void store_product(int n, int k, int filled, const typename S::Number *z,
+                          const typename S::Number *y, typename S::Number *K, F *to) {
+  using R = typename S::Number;
+  const int stride = S::stride_of(n);
+  for (int r = 0; r < n; ++r) {
+    row_of_product<S>(r, n, k, z, y, S::along_rows ? K : K + r * stride);
+    if constexpr (S::along_rows)
+      store_entries<S>(K, all_of<R>(1), 0, 1, n, to + r * n * S::parts);
+  }
+  if constexpr (!S::along_rows) store_entries<S>(K, all_of<R>(1), (long)n * n, filled, n * n, to);
+}
+
+// z ← ½(over·z + g·y), of which the product above with y is the gradient, where g is that of the value.
+template <class S, class F>
+inline void add_values(const Backward &p, long first, int filled, typename S::Number over,
+                       const typename S::Number *y, typename S::Number *z) {
+  using R = typename S::Number;
+  const int stride = S::stride_of(p.n);
+  const R half = all_of<R>(0.5);
+  for (int j = 0; j < p.k; ++j) {
+    R *row = z + j * stride;
+    scale<S>(row, half * over, p.n);
+    if (!p.d_values) continue;
+    R along;
+    load_row<R, F>((const F *)p.d_values + first * p.k + j, p.k, filled, 1, &along);
+    S::add(row, from_real<typename S::Entry>(half * along), y + j * stride, p.n);
+  }
 }
 
 // Solves (λI − S)z = v for each row, where z is orthogonal to the rows of y, by Cholesky's
@@ -437,26 +556,8 @@ inline long solve_complement(const Backward &p, long first, int filled,
     }
     if (pair) forth<S>(lower, roots, n, row);
   }
-  // For a gradient, z has a part along the other vectors, in closed form. The Hermitian part of the
-  // products of v and y does not matter for one matrix, and a difference below rounding of v counts as
-  // zero: for a function of the span it is zero, and two eigenvalues may be close.
   const bool coupled = p.v && !p.shift && k > 1;
-  for (int j = 0; j < k && (coupled || (p.v && p.d_metric)); ++j)
-    for (int i = 0; i <= j; ++i) {
-      const R *v = z + j * stride, *w = z + i * stride, half = all_of<R>(0.5);
-      const X up = S::dot(y + i * stride, v, n), down = conjugate(S::dot(y + j * stride, w, n));
-      normal[i * k + j] = up * half + down * half;
-      normal[j * k + i] = conjugate(normal[i * k + j]);
-      const R rise = values[j] - values[i];
-      const X turn = up * half - down * half;
-      R most = none;  // the squares of v may overflow
-      for (int l = 0; l < stride; ++l) most = larger(most, larger(size_of(v[l]), size_of(w[l])));
-      const MaskOf<R> known =
-          both(size_of(rise) > equal, largest_part(turn) > all_of<R>(p.equal) * most);
-      inside[i * k + j] =
-          choose(known, turn / choose(rise == none, one, rise), from_real<X>(none));
-      inside[j * k + i] = conjugate(inside[i * k + j]);
-    }
+  if (coupled || (p.v && p.d_metric)) couple<S>(n, k, y, z, values, p.equal, equal, inside, normal);
   // λI − S plus what makes it as large along y, and along the null vectors that are found, as it is
   // elsewhere.
   int nulls = 0;
@@ -482,12 +583,20 @@ inline long solve_complement(const Backward &p, long first, int filled,
   // Pivots of K are not below its least eigenvalue. So one that counts as zero tells of a null vector
   // without a search: K⁻¹ turns L⁻ᴴe into it, and its length says whether it is one.
   const auto find_nulls = [&] {
-    for (int c = 0; c < n && nulls < NULLS; ++c) {
-      const MaskOf<R> large = both(inverse[c] > none, inverse[c] * equal < one);
-      if (!any(both(good, negate(large)))) continue;
-      R *next = null + nulls * stride, growth = one;
+    while (nulls < NULLS) {
+      R *next = null + nulls * stride, seen = none, growth = one;
       for (int i = 0; i < stride; ++i) next[i] = none;
-      next[S::place(c, 0)] = one;
+      bool more = false;
+      for (int c = 0; c < n; ++c) {
+        const MaskOf<R> large = both(inverse[c] > none, inverse[c] * equal < one);
+        const MaskOf<R> small = both(good, negate(large));
+        if (!any(small)) continue;
+        const MaskOf<R> turn = both(small, seen == all_of<R>(nulls));  // of each lane another pivot
+        next[S::place(c, 0)] = choose(turn, one, none);
+        seen += choose(small, one, none);
+        more = more || any(turn);
+      }
+      if (!more) break;
       S::solve_upper(K, n, stride, next);
       for (int step = 0; step < 2; ++step) {
         if (step) S::solve(K, n, stride, inverse, next);
@@ -497,7 +606,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
       }
       const MaskOf<R> singular = both(good, negate(growth * equal * equal <= one));
       scale<S>(next, choose(singular, one, none), n);
-      nulls += any(singular);
+      ++nulls;
     }
     return nulls > 0;
   };
@@ -546,33 +655,110 @@ inline long solve_complement(const Backward &p, long first, int filled,
     back<S>(lower, roots, n, y + j * stride);
     back<S>(lower, roots, n, z + j * stride);
   }
-  for (int j = 0; j < k; ++j) {
-    R *row = z + j * stride;
-    scale<S>(row, all_of<R>(0.5) * over, n);
-    if (p.d_values) {
-      R along;
-      load_row<R, F>((const F *)p.d_values + first * k + j, k, filled, 1, &along);
-      S::add(row, from_real<X>(all_of<R>(0.5) * along), y + j * stride, n);
-    }
-  }
-  const auto store = [&](void *result) {
-    F *to = (F *)result + start;
-    for (int r = 0; r < n; ++r) {
-      row_of_product<S>(r, n, k, z, y, S::along_rows ? image : K + r * stride);
-      if constexpr (S::along_rows) store_entries<S>(image, one, 0, 1, n, to + r * n * S::parts);
-    }
-    if constexpr (!S::along_rows) store_entries<S>(K, one, (long)n * n, filled, n * n, to);
-  };
-  if (p.result) store(p.result);
+  add_values<S, F>(p, first, filled, over, y, z);
+  R *product = S::along_rows ? image : K;
+  if (p.result) store_product<S, F>(n, k, filled, z, y, product, (F *)p.result + start);
   if (p.d_metric) {
     for (int j = 0; j < k; ++j) {
       scale<S>(z + j * stride, -values[j] * unit * all_of<R>(p.sign), n);
       for (int i = 0; i < k && p.v; ++i)
         S::add(z + j * stride, normal[i * k + j] * all_of<R>(-0.25), y + i * stride, n);
     }
-    store(p.d_metric);
+    store_product<S, F>(n, k, filled, z, y, product, (F *)p.d_metric + start);
   }
   return report<R>(good, first, filled, p.failed);
+}
+
+template <class F> inline long reduced_space(int n, int k) {
+  const long stride = Medium::stride_of(n);
+  return 2 * k * stride + 2 * stride + 2 * k * k + 8 * (long)n * WIDTH + 64 * WIDTH;
+}
+
+// The same gradient from the reduction of the forward pass. Returns false if an eigenvalue repeats, or
+// if rounding has spoilt the solution.
+template <class F> inline bool differentiate_reduction(const Backward &p, long entry, double *space) {
+  using S = Medium;
+  const int n = p.n, k = p.k, stride = S::stride_of(n);
+  const Reduction kept(n, k, const_cast<double *>(p.reduction) + entry * Reduction::numbers(n, k));
+  double *z = space, *y = z + k * stride, *image = y + k * stride, *inside = image + 2 * stride,
+         *normal = inside + k * k;
+  Lanes *down = (Lanes *)(space + 2 * k * stride + 2 * stride + (2 * k * k + 15) / 8 * 8),
+        *up = down + n, *spare = up + n, *t = spare + n, *w = t + n, *rest = w + n,
+        *again = rest + n;
+  for (int i = 0; i < 2 * k * stride; ++i) z[i] = 0;
+  for (int j = 0; j < k; ++j) {
+    const long from = (entry * k + j) * n;
+    load_row<double, F>((const F *)p.y + from, 0, 1, n, y + j * stride);
+    if (p.v) load_row<double, F>((const F *)p.v + from, 0, 1, n, z + j * stride);
+  }
+  if (p.v) {
+    kept.turn(z, k);
+    double size = 0;  // a lower bound of the norm: the largest column of T
+    for (int i = 0; i < n; ++i) {
+      const double before = i ? kept.e()[i - 1] : 0, behind = i + 1 < n ? kept.e()[i] : 0;
+      size = larger(size, kept.d()[i] * kept.d()[i] + before * before + behind * behind);
+    }
+    size = root(size);
+    for (int j = 0; j < k; ++j) size = larger(size, size_of(kept.values()[j]));
+    if (size == 0) return false;
+    const double equal = p.equal * size;
+    if (k > 1)
+      couple<S>(n, k, kept.row(0), z, kept.values(), p.equal, equal, inside, normal);
+    const auto clear = [&](Lanes *x) {
+      for (int i = 0; i < k; ++i) {
+        const double *s = kept.row(i);
+        Lanes along = spread(0);
+        for (int l = 0; l < n; ++l) along += spread(s[l]) * x[l];
+        for (int l = 0; l < n; ++l) x[l] -= spread(s[l]) * along;
+      }
+    };
+    for (int first = 0; first < k; first += WIDTH) {
+      ShiftedTridiagonal<Lanes> system{n, kept.d(), kept.e(), {}, {}, down, up, spare};
+      for (int lane = 0; lane < WIDTH; ++lane) {  // unused lanes repeat the first
+        const int j = first + lane < k ? first + lane : first;
+        const double *s = kept.row(j);
+        int largest = 0;
+        for (int i = 1; i < n; ++i)
+          if (size_of(s[i]) > size_of(s[largest])) largest = i;
+        system.shift[lane] = kept.values()[j];
+        system.removed[lane] = largest;
+        for (int i = 0; i < n; ++i) t[i][lane] = z[j * stride + i];
+      }
+      system.factor();
+      clear(t);
+      system.solve(t, w);
+      clear(w);
+      // With a residual of rounding, w is exact for a matrix that differs from A by rounding.
+      const Lanes allowed = spread(RESIDUAL * EPS);
+      for (int step = 0;; ++step) {
+        system.residual(t, w, rest);
+        clear(rest);
+        const Lanes bound = allowed * (spread(size) * root(dot(w, w, n)) + root(dot(t, t, n)));
+        if (!any(negate(root(dot(rest, rest, n)) <= bound))) break;
+        if (step == 2) return false;
+        system.solve(rest, again);
+        clear(again);
+        for (int i = 0; i < n; ++i) w[i] += again[i];
+      }
+      // As in `solve_complement`: where the gap to the next eigenvalue is rounding, w grows once more.
+      system.solve(w, again);
+      clear(again);
+      const Lanes growth = dot(again, again, n) * spread(equal * equal), length = dot(w, w, n);
+      if (any(negate(growth <= length))) return false;
+      for (int lane = 0; lane < WIDTH && first + lane < k; ++lane) {
+        double *row = z + (first + lane) * stride;
+        for (int i = 0; i < n; ++i) row[i] = w[i][lane];
+      }
+    }
+    for (int j = 0; j < k && k > 1; ++j)
+      for (int i = 0; i < k; ++i)
+        S::add(z + j * stride, inside[i * k + j], kept.row(i), n);
+    kept.turn_back(z, k);
+  }
+  add_values<S, F>(p, entry, 1, p.v ? p.sign / kept.unit() : 1, y, z);
+  store_product<S, F>(n, k, 1, z, y, image, (F *)p.result + entry * n * n);
+  if (p.failed) p.failed[entry] = false;
+  return true;
 }
 
 }  // namespace

@@ -11,6 +11,10 @@ constexpr int TINY = 16;
 // Work is divided into pieces of about this many multiplications, whatever the number of threads.
 constexpr double PIECE = 2e4;
 
+// The tridiagonal matrices of larger ones are solved one by one: their share of the time is small, and
+// the memory of a group is large.
+constexpr int GROUPED = 256;
+
 // To wake another thread takes as long as this many multiplications.
 constexpr double WAKING = 4e5;
 
@@ -35,11 +39,13 @@ template <class P> void work(void *data, long item) {
   if (failed) __atomic_fetch_add(&job.failed, failed, __ATOMIC_RELAXED);
 }
 
+// `piece` solves `lanes` matrices, each of which takes `cost` multiplications, with a memory of
+// `numbers`.
 template <class P>
 long run(const P &problem, Piece<P> piece, int lanes, long numbers, double cost, int threads) {
   long groups = (long)(PIECE / (cost * lanes));
   groups = groups < 1 ? 1 : groups;
-  Job<P> job{&problem, piece, numbers * lanes, 0, groups * lanes, lanes};
+  Job<P> job{&problem, piece, numbers, 0, groups * lanes, lanes};
   const long items = (problem.batch + job.many - 1) / job.many;
   const double all = cost * problem.batch;
   for_each(items, all > WAKING ? threads : 1, work<P>, &job);
@@ -59,13 +65,30 @@ template <class S> constexpr double work_of = S::parts * S::parts;
 
 template <class S, class F> long forward_by(const Forward &p, int threads) {
   const double n = p.n, cost = work_of<S> * (p.M ? 3 : 1) * n * n * n + 20 * n * (1 + p.k);
-  return run<Forward>(p, forward_piece<S, F>, Kind<typename S::Number>::lanes,
-                      forward_space<S>(p.n, p.k, p.M), cost, threads);
+  int group = Kind<typename S::Number>::lanes;
+  if (S::along_rows && !p.M && p.n <= GROUPED) {
+    // As many as there are lanes for their tridiagonal matrices, if all threads have enough to do.
+    const long share = cost * p.batch > WAKING ? p.batch / (2 * threads) : p.batch;
+    group = share < 1 ? 1 : share < WIDTH ? (int)share : WIDTH;
+  }
+  const long numbers = forward_space<S>(p.n, p.k, p.M, S::along_rows ? group : 1);
+  return run<Forward>(p, forward_piece<S, F>, group, numbers * Kind<typename S::Number>::lanes, cost,
+                      threads);
 }
 template <class S, class F> long backward_by(const Backward &p, int threads) {
   const double n = p.n, cost = work_of<S> * p.rows * (n * n * n / 4 + 8 * n * n);
-  return run<Backward>(p, backward_piece<S, F>, Kind<typename S::Number>::lanes,
-                       backward_space<S>(p.n, p.k, p.rows, p.matrix), cost, threads);
+  constexpr int lanes = Kind<typename S::Number>::lanes;
+  return run<Backward>(p, backward_piece<S, F>, lanes,
+                       backward_space<S>(p.n, p.k, p.rows, p.matrix) * lanes, cost, threads);
+}
+template <class F> long reduced_piece(const Backward &p, long i, int, double *space) {
+  if (differentiate_reduction<F>(p, i, space)) return 0;
+  return solve_complement<Medium, F>(p, i, 1, space);
+}
+template <class F> long reduced_backward(const Backward &p, int threads) {
+  const double n = p.n, cost = (2 + 5.0 * p.k) * n * n;
+  const long fast = reduced_space<F>(p.n, p.k), slow = backward_space<Medium>(p.n, p.k, p.k, false);
+  return run<Backward>(p, reduced_piece<F>, 1, fast > slow ? fast : slow, cost, threads);
 }
 
 template <class F> long forward(const Forward &p, int threads) {
@@ -79,6 +102,7 @@ template <class F> long forward(const Forward &p, int threads) {
   }
 }
 template <class F> long backward(const Backward &p, int threads) {
+  if (p.reduction) return reduced_backward<F>(p, threads);
   if (p.n > TINY) return backward_by<Medium, F>(p, threads);
   if (p.batch < 3) return backward_by<Tiny<0, double>, F>(p, threads);
   switch (p.n) {
@@ -105,7 +129,8 @@ template <class S> long least_squares_by(const LeastSquares &p, int threads) {
   const Piece<LeastSquares> piece = [](const LeastSquares &p, long i, int filled, double *space) {
     return find_minimum<S>(p, i, filled, (R *)space);
   };
-  return run(p, piece, Kind<R>::lanes, less_space<S>(p.m, p.n), cost, threads);
+  constexpr int lanes = Kind<R>::lanes;
+  return run(p, piece, lanes, less_space<S>(p.m, p.n) * lanes, cost, threads);
 }
 template <class S> long least_squares_backward_by(const LeastSquaresBackward &p, int threads) {
   using R = typename S::Number;
@@ -114,7 +139,8 @@ template <class S> long least_squares_backward_by(const LeastSquaresBackward &p,
                                                double *space) {
     return differentiate_minimum<S>(p, i, filled, (R *)space);
   };
-  return run(p, piece, Kind<R>::lanes, less_backward_space<S>(p.m, p.n), cost, threads);
+  constexpr int lanes = Kind<R>::lanes;
+  return run(p, piece, lanes, less_backward_space<S>(p.m, p.n) * lanes, cost, threads);
 }
 
 long least_squares(const LeastSquares &p, int threads) {
@@ -128,6 +154,8 @@ long least_squares_backward(const LeastSquaresBackward &p, int threads) {
   return least_squares_backward_by<Tiny<0, Lanes>>(p, threads);
 }
 
+long reduction_numbers(int n, int k) { return n > TINY ? Reduction::numbers(n, k) : 0; }
+
 }  // namespace
 
 extern const Kernels PMAF_SET;
@@ -136,6 +164,7 @@ const Kernels PMAF_SET = {{forward<float>, forward<double>, complex_forward<floa
                           {backward<float>, backward<double>, complex_backward<float>,
                            complex_backward<double>},
                           least_squares,
-                          least_squares_backward};
+                          least_squares_backward,
+                          reduction_numbers};
 
 }  // namespace pmaf

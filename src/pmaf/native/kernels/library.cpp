@@ -61,8 +61,8 @@ long nanoseconds() {
 // The while is RARELY times as long as the caller waited for them, so that it loses at most one part
 // in RARELY of its time, however busy the machine is.
 struct Region {
-  static constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds, beyond the last items of others
-  static std::atomic<long> avoided_until;
+  static constexpr long RARELY = 10, LATE = 200'000;  // nanoseconds, beyond the last items of others
+  static std::atomic<long> avoided_until, entered;
   static bool forked;  // such a process has none of the threads, and would wait for them for ever
 
   Team *team;
@@ -85,7 +85,7 @@ struct Region {
     if (lost > LATE) avoided_until = end + RARELY * lost;
   }
 };
-std::atomic<long> Region::avoided_until{0};
+std::atomic<long> Region::avoided_until{0}, Region::entered{0};
 bool Region::forked = false;
 
 // Threads that help the one that calls a kernel while those of OpenMP are late.
@@ -161,6 +161,7 @@ void for_each(long items, int threads, void (*body)(void *, long), void *data) {
   static const Parallel openmp = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
   if (openmp && Region::is_wise()) {
     Region region{team.get()};
+    ++Region::entered;
     openmp(Region::enter, &region, (unsigned)threads, 0);
     region.judge();
     return;
@@ -187,7 +188,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below, and of the structures that they are given.
-EXPORT int pmaf_version() { return 6; }
+EXPORT int pmaf_version() { return 7; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -221,3 +222,13 @@ EXPORT long pmaf_less_forward(const pmaf::LeastSquares *p) {
 EXPORT long pmaf_less_backward(const pmaf::LeastSquaresBackward *p) {
   return pmaf::chosen->least_squares_backward(*p, (int)p->threads);
 }
+// How many numbers of a forward pass the backward pass of k vectors wants, for each real matrix.
+EXPORT long pmaf_reduction_numbers(int n, int k) {
+  return pmaf::chosen->reduction_numbers(n, k);
+}
+
+// Says that the process from which this one was forked has not used OpenMP: then no thread is missing.
+EXPORT void pmaf_forked_early() { pmaf::Region::forked = false; }
+
+// How many regions of OpenMP were entered, for tests.
+EXPORT long pmaf_regions() { return pmaf::Region::entered; }

@@ -274,11 +274,13 @@ inline void solve_all_rows(const double *factor, int n, int stride, double *b, b
 // column r + x.
 template <class E>
 inline void turn_block(const double *a, int n, int stride, int c, int r, Vector<E> *turned) {
-  for (int part = 0; part < PARTS<E>; ++part)
+  for (int part = 0; part < PARTS<E>; ++part) {
+    Lanes block[WIDTH];
     for (int y = 0; y < WIDTH; ++y)
-      for (int x = 0; x < WIDTH; ++x)
-        ((double *)(turned + x))[part * WIDTH + y] =
-            c + y < n ? a[(c + y) * stride + place_of<E>(r + x, part)] : 0;
+      block[y] = c + y < n ? at(a + (c + y) * stride)[r / WIDTH * PARTS<E> + part] : spread(0);
+    transpose(block);
+    for (int x = 0; x < WIDTH; ++x) ((Lanes *)(turned + x))[part] = block[x];
+  }
   for (int x = 0; x < WIDTH; ++x) turned[x] = conjugate(turned[x]);
 }
 

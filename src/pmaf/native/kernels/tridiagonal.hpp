@@ -179,12 +179,13 @@ template <class R> inline R eigenvector(const Tridiagonal<R> &t, R &value, R *z,
   return size_of(best) * inverse;
 }
 
-// Orthogonalises row j against the rows before it, twice; false in lanes where it depends on them.
-template <class R> inline MaskOf<R> orthogonalise(R *rows, int j, int n, int stride) {
-  R *z = rows + j * stride;
+// Makes z orthogonal to the first j rows, twice, and a unit vector; false in lanes where it depends on
+// them.
+template <class R>
+inline MaskOf<R> orthogonalise(const R *rows, int j, int n, int stride, R *z) {
   R length = all_of<R>(1);
   MaskOf<R> good = length > all_of<R>(0);
-  for (int pass = 0; pass < 2 && j > 0; ++pass) {
+  for (int pass = 0; pass < (j > 0 ? 2 : 1); ++pass) {
     for (int i = 0; i < j; ++i) {
       const R *y = rows + i * stride;
       R along = all_of<R>(0);
@@ -201,15 +202,33 @@ template <class R> inline MaskOf<R> orthogonalise(R *rows, int j, int n, int str
   return good;
 }
 
+// z ← (λI − T)⁻¹z, by the reciprocals of pivots that `eigenvector` has left.
+template <class R> inline void invert(const Tridiagonal<R> &t, const R *down, R *z) {
+  for (int i = 1; i < t.n; ++i) z[i] += t.e[i - 1] * down[i - 1] * z[i - 1];
+  z[t.n - 1] *= down[t.n - 1];
+  for (int i = t.n - 2; i >= 0; --i) z[i] = down[i] * (z[i] + t.e[i] * z[i + 1]);
+}
+
+template <class R> inline R residual_of(const Tridiagonal<R> &t, R value, const R *z) {
+  R square = all_of<R>(0);
+  for (int i = 0; i < t.n; ++i) {
+    R rest = (value - t.d[i]) * z[i];
+    if (i > 0) rest -= t.e[i - 1] * z[i - 1];
+    if (i + 1 < t.n) rest -= t.e[i] * z[i + 1];
+    square += rest * rest;
+  }
+  return root(square);
+}
+
 // The k largest eigenpairs; rows z + j·stride. Returns where they have a proof and small residuals.
 template <class R>
 inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int stride, R *work) {
   t.prepare();
   largest_values(t, k, values);
   MaskOf<R> good = t.high == t.high;
-  const R close = all_of<R>(1e-6) * (t.high - t.low);
+  const R close = all_of<R>(1e-6) * (t.high - t.low), allowed = all_of<R>(8) * t.unit;
   for (int j = 0; j < k; ++j) {
-    R *occupied = work + 2 * t.n;
+    R *occupied = work + 2 * t.n, *z = rows + j * stride;
     for (int l = 0; l < t.n; ++l) occupied[l] = all_of<R>(0);
     for (int i = 0; i < j; ++i) {
       const MaskOf<R> same = values[i] - values[j] <= close;
@@ -217,9 +236,22 @@ inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int
       if (any(same))
         for (int l = 0; l < t.n; ++l) occupied[l] += choose(same, y[l] * y[l], all_of<R>(0));
     }
-    const R residual = eigenvector(t, values[j], rows + j * stride, work);
-    good = both(good, residual <= all_of<R>(8) * t.unit);
-    good = both(good, orthogonalise(rows, j, t.n, stride));
+    const R residual = eigenvector(t, values[j], z, work);
+    MaskOf<R> found = residual <= allowed;
+    if (j > 0) found = both(found, orthogonalise(rows, j, t.n, stride, z));
+    // Eigenvalues that are close, in a matrix that does not fall into blocks, have given a vector that
+    // depends on those before it: inverse iteration finds another.
+    R *trial = occupied;
+    for (int l = 0; l < t.n && any(negate(found)); ++l)
+      trial[l] = all_of<R>(1 + 0.5 * ((l * 7919) % 13 - 6.0) / 6);
+    for (int step = 0; step < 4 && any(negate(found)); ++step) {
+      orthogonalise(rows, j, t.n, stride, trial);
+      invert(t, work, trial);
+      orthogonalise(rows, j, t.n, stride, trial);
+      for (int l = 0; l < t.n; ++l) z[l] = choose(found, z[l], trial[l]);
+      found = either(found, residual_of(t, values[j], trial) <= allowed);
+    }
+    good = both(good, found);
   }
   return good;
 }
