@@ -46,7 +46,7 @@ def test_a_race_is_run_in_turn_and_nobody_ends_it():
     x = torch.ones(3, requires_grad=True)
     competitors["s"] = Competitor(runner("s"), needs="scipy")
     competitors["c"] = Competitor(runner("c"), largest=3)
-    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e9, repeats=2)
+    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e9, repeats=2, turn=0)
     turn = ["a", "a", "b", "b", "c", "c"]
     assert order == ["a", "b", "bad", "s", "c", *turn * 2, "s", "s", "s", "s"]
     assert found["bad"] == {"skipped": "RuntimeError: fell"}
@@ -71,10 +71,29 @@ def test_times_are_medians_of_the_runs_that_fit_the_budget(monkeypatch):
     monkeypatch.setattr("pmaf_lab.bench.race.seconds", lambda run, device: run() or next(clock))
     x = torch.ones(3, requires_grad=True)
     competitors = {"a": Competitor(lambda x: (2 * x,))}
-    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=100, repeats=9)
+    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=100, repeats=9, turn=0)
     assert found["a"]["forward"] == 4
     assert found["a"]["backward"] == 40
     assert next(clock, None) is None
+
+
+def test_a_turn_of_short_runs_has_several(monkeypatch):
+    """The first run of a turn does not count, and the loss is not part of any."""
+    order = []
+    competitors = {
+        name: Competitor(lambda x, name=name: order.append(name) or (2 * x,)) for name in "ab"
+    }
+    monkeypatch.setattr("pmaf_lab.bench.race.seconds", lambda run, device: run() or 0.002)
+    x = torch.ones(3, requires_grad=True)
+
+    def loss(outputs):
+        order.append("loss")
+        return (outputs[0] * torch.tensor([1.0, 2.0, 3.0])).sum()
+
+    found = race(competitors, (x,), loss, CPU, budget=1e9, repeats=2, turn=0.01)
+    # A run takes 4 ms; after the one that warms up, three exceed 10 ms.
+    assert order == ["a", "loss", "b", "loss", *"aaaabbbbaaaabbbb"]
+    assert torch.equal(found["a"]["gradients"][0], torch.tensor([2.0, 4.0, 6.0]))
 
 
 @pytest.mark.parametrize("family", EIGEN)

@@ -189,18 +189,23 @@ def race(
     device: torch.device,
     budget: float,
     repeats: int = 15,
+    turn: float = 0.004,
 ) -> dict[str, dict[str, Any]]:
     """Median seconds of both passes, the outputs and the gradients, of every competitor.
 
-    They take turns. A short run is preceded by another of the same competitor, lest what the
-    last one left behind, threads that still spin or an empty cache, be counted as its time.
+    They take turns. A turn of short runs has several, and the first of them does not count, lest
+    what the last competitor left behind, threads that still spin or an empty cache, be counted as
+    the time of this one.
 
     Args:
         inputs: Tensors that require gradients.
-        loss: A scalar of the outputs, to differentiate.
+        loss: A scalar of the outputs, to differentiate. It is not timed.
         budget: Seconds after which a competitor drops out of the next round.
+        repeats: Rounds in which everybody has a turn.
+        turn: Seconds after which no other run of a turn begins.
     """
     results: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Runs] = {}
     times: dict[str, tuple[list[float], list[float]]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a solver that stops early shows in its error
@@ -208,8 +213,9 @@ def race(
             reason = competitor.reason(inputs[0].numel())
             if reason is None:
                 try:
-                    first = results[name] = _once(competitor, inputs, loss, device)
-                    taken = first["forward"], first["backward"]
+                    first = runs[name] = Runs(competitor, inputs, loss, device)
+                    results[name] = dict(first.first)
+                    taken = first.forward, first.backward
                     # The first run warms up; one that takes very long has to do.
                     long = sum(taken) > _VERY_LONG * budget
                     times[name] = ([taken[0]], [taken[1]]) if long else ([], [])
@@ -223,13 +229,17 @@ def race(
             for foreign in (False, True)
         ]
         for name in (name for group in groups for _ in range(repeats) for name in group):
-            forward, backward = times[name]
-            if sum(forward) + sum(backward) < budget:
-                if not forward or forward[-1] + backward[-1] < _LONG:
-                    _once(competitors[name], inputs, loss, device)
-                again = _once(competitors[name], inputs, loss, device)
-                forward.append(again["forward"])
-                backward.append(again["backward"])
+            (forward, backward), run = times[name], runs[name]
+            if sum(forward) + sum(backward) >= budget:
+                continue
+            if not forward or forward[-1] + backward[-1] < _LONG:
+                run.again()
+            spent = 0.0
+            while spent == 0 or spent < turn:
+                run.again()
+                forward.append(run.forward)
+                backward.append(run.backward)
+                spent += run.forward + run.backward
     for name, (forward, backward) in times.items():
         results[name]["forward"] = statistics.median(forward)
         results[name]["backward"] = (
@@ -244,29 +254,47 @@ _LONG = 0.05
 _VERY_LONG = 8
 
 
-def _once(
-    competitor: Competitor,
-    inputs: Result,
-    loss: Callable[[Result], Tensor],
-    device: torch.device,
-) -> dict[str, Any]:
-    outputs: Result = ()
-    gradients: Result | None = None
+class Runs:
+    """The runs of one competitor, and what came of the first.
 
-    def forward() -> None:
-        nonlocal outputs
-        outputs = competitor.solve(*inputs)
+    The gradients of the loss in the outputs are computed once. They are the same in every run.
+    """
 
-    def backward() -> None:
-        nonlocal gradients
-        gradients = torch.autograd.grad(loss(outputs), inputs)
+    def __init__(
+        self,
+        competitor: Competitor,
+        inputs: Result,
+        loss: Callable[[Result], Tensor],
+        device: torch.device,
+    ) -> None:
+        self.competitor, self.inputs, self.device = competitor, inputs, device
+        self.outputs: Result = ()
+        self.gradients: Result | None = None
+        self.forward, self.backward = seconds(self._solve, device), 0.0
+        if competitor.differentiable:
+            recorded = [i for i, x in enumerate(self.outputs) if x.requires_grad]
+            incoming = torch.autograd.grad(
+                loss(self.outputs), [self.outputs[i] for i in recorded], allow_unused=True
+            )
+            self.incoming = {i: v for i, v in zip(recorded, incoming) if v is not None}
+            self.backward = seconds(self._differentiate, device)
+        self.first = {
+            "outputs": tuple(x.detach() for x in self.outputs),
+            "gradients": self.gradients,
+        }
 
-    found: dict[str, Any] = {"forward": seconds(forward, device), "backward": 0.0}
-    if competitor.differentiable:
-        found["backward"] = seconds(backward, device)
-    found["outputs"] = tuple(x.detach() for x in outputs)
-    found["gradients"] = gradients
-    return found
+    def again(self) -> None:
+        """Another run."""
+        self.forward = seconds(self._solve, self.device)
+        if self.competitor.differentiable:
+            self.backward = seconds(self._differentiate, self.device)
+
+    def _solve(self) -> None:
+        self.outputs = self.competitor.solve(*self.inputs)
+
+    def _differentiate(self) -> None:
+        used = [self.outputs[i] for i in self.incoming]
+        self.gradients = torch.autograd.grad(used, self.inputs, [*self.incoming.values()])
 
 
 def mean(x: Tensor) -> float | None:

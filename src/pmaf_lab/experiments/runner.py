@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from pmaf import native
 from pmaf_lab.experiments.experiment import Cell, Experiment, Row, Scale
 from pmaf_lab.experiments.measure import environment, free_memory
 from pmaf_lab.experiments.store import Store, StoreError
@@ -173,6 +174,7 @@ def _work(
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # an interrupt from the keyboard is for the parent, who ends us and ours
     Thread(target=_outlived, daemon=True).start()
+    native.forked_early()  # the server of processes has only imported
     if device.type == "cpu":
         _limit_memory()
     message: dict[str, Any] = {"environment": environment(device)}
