@@ -581,7 +581,8 @@ inline long solve_complement(const Backward &p, long first, int filled,
       S::add(x, -S::dot(null + i * stride, x, n), null + i * stride, n);
   };
   // Pivots of K are not below its least eigenvalue. So one that counts as zero tells of a null vector
-  // without a search: K⁻¹ turns L⁻ᴴe into it, and its length says whether it is one.
+  // without a search: K⁻¹ turns L⁻ᴴe into it, and its length says whether it is one. K is not factored
+  // again: what K⁻¹ enlarges is along these vectors, and is removed.
   const auto find_nulls = [&] {
     while (nulls < NULLS) {
       R *next = null + nulls * stride, seen = none, growth = one;
@@ -608,14 +609,12 @@ inline long solve_complement(const Backward &p, long first, int filled,
       scale<S>(next, choose(singular, one, none), n);
       ++nulls;
     }
-    return nulls > 0;
   };
   for (int j = 0; j < rows && p.v; ++j) {
     bool fresh = j == 0 || nulls > 0;
     for (int l = 0; l < lanes && !fresh; ++l) fresh = get(shifts[j], l) != get(shifts[j - 1], l);
     nulls = 0;
-    if (fresh) factor(shifts[j]);
-    if (fresh && find_nulls()) factor(shifts[j]);
+    if (fresh) factor(shifts[j]), find_nulls();
     R *row = z + j * stride;
     clear(row);
     for (int i = 0; i < stride; ++i) right[i] = row[i];
