@@ -727,7 +727,7 @@ template <class F> inline bool differentiate_reduction(const Backward &p, long e
       clear(t);
       system.solve(t, w);
       clear(w);
-      // With a residual of rounding, w is exact for a matrix that differs from A by rounding.
+      // With a residual of rounding, w is exact for a matrix that differs from T by rounding.
       const Lanes allowed = spread(RESIDUAL * EPS);
       for (int step = 0;; ++step) {
         system.residual(t, w, rest);

@@ -42,7 +42,7 @@ struct Reduction {
         at(start + place(i))[c] = at(a + (long)i * stride)[c];
   }
 
-  // z ← Qᵀz, or z ← Qz, for all rows of z.
+  // One reflector, for all rows of z.
   void reflect(int i, double *z, int rows) const {
     const double *v = start + place(i);
     for (int j = 0; j < rows; ++j) {
@@ -50,9 +50,11 @@ struct Reduction {
       add_from<double>(row, -tau()[i] * dot_from<double>(v, row, i + 1, stride), v, i + 1, stride);
     }
   }
+  // z ← Qᵀz
   void turn(double *z, int rows) const {
     for (int i = 0; i + 2 < n; ++i) reflect(i, z, rows);
   }
+  // z ← Qz
   void turn_back(double *z, int rows) const {
     for (int i = n - 3; i >= 0; --i) reflect(i, z, rows);
   }
@@ -60,9 +62,10 @@ struct Reduction {
 
 // Systems (λI − T)w = t, one in each lane, each with the λ of an eigenvector s, and w orthogonal to s.
 //
-// Without row and column r, where s is largest, λI − T falls into two blocks, and none of them is
-// singular if λ is simple: w is their solution with w[r] = 0, but for a multiple of s. Where T is small
-// beside rounding, the residual shows it.
+// Without row and column r, where s is largest, λI − T falls into two blocks, and by interlacing none of
+// them is singular if λ is simple: the distance of their eigenvalues from λ is at least s[r]² times the
+// gap. So w is their solution with w[r] = 0, but for a multiple of s. For an eigenvalue inside of the
+// spectrum a pivot may be small, and the solution inexact: its residual shows that.
 template <class R> struct ShiftedTridiagonal {
   int n;
   const double *d, *e;
