@@ -61,7 +61,7 @@ long nanoseconds() {
 // The while is RARELY times as long as the caller waited for them, so that it loses at most one part
 // in RARELY of its time, however busy the machine is.
 struct Region {
-  static constexpr long RARELY = 10, LATE = 200'000;  // nanoseconds, beyond the last items of others
+  static constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds, beyond the last items of others
   static std::atomic<long> avoided_until, entered;
   static bool forked;  // such a process has none of the threads, and would wait for them for ever
 
