@@ -165,8 +165,13 @@ inline Twins size_of(Twins x) { return {size_of(x.a), size_of(x.b)}; }
 inline Twins larger(Twins x, Twins y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
 inline Twins smaller(Twins x, Twins y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
 inline double get(Twins x, int i) { return i < WIDTH ? x.a[i] : x.b[i - WIDTH]; }
-inline void put(Twins &x, int i, double value) { (i < WIDTH ? x.a : x.b)[i % WIDTH] = value; }
-inline bool is_set(TwinMasks m, int i) { return (i < WIDTH ? m.a : m.b)[i % WIDTH] != 0; }
+inline void put(Twins &x, int i, double value) {
+  if (i < WIDTH)
+    x.a[i] = value;
+  else
+    x.b[i - WIDTH] = value;
+}
+inline bool is_set(TwinMasks m, int i) { return i < WIDTH ? m.a[i] != 0 : m.b[i - WIDTH] != 0; }
 
 inline double total(Lanes x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
