@@ -139,6 +139,24 @@ def test_gradients_from_the_reduction_of_the_forward_pass(n, k, dtype, largest):
     assert (error <= rounding).all()
 
 
+@pytest.mark.parametrize("k", [None, 2])
+def test_a_kept_reduction_serves_every_backward_pass(k):
+    """Another of the same graph, one of a transposed matrix, and one that is differentiated."""
+    A = matrices("gap-0.3", 2, 17, T)
+    leaf, other = A.clone().requires_grad_(), A.clone().requires_grad_()
+
+    def solve(x):
+        return tuple(pmaf.ied(x + x.mT, k))
+
+    assert gradcheck(solve, leaf, fast_mode=True)
+    assert gradgradcheck(solve, leaf, fast_mode=True)
+    loss = pmaf.ied(leaf, k).vectors.sum()
+    first, second = (torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (turned,) = torch.autograd.grad(pmaf.ied(other.mT, k).vectors.sum(), other)
+    torch.testing.assert_close(turned, first)
+
+
 @pytest.mark.parametrize("k", [None, 1, 3])
 def test_repeated_eigenvalues_are_not_differentiated_by_the_reduction(k):
     """It has no solution of least norm; the other way has, and one entry does not change others."""
