@@ -31,13 +31,18 @@ def gradients(A, b, solver):
 @pytest.fixture
 def handed(monkeypatch):
     """How many entries `Secular` was asked to solve, call by call."""
-    solve, counts = Secular.solve, []
+    solve, in_double, counts = Secular.solve, Secular.solve_in_double, []
 
     def counted(self, problem, **options):
         counts.append(problem.batch_shape.numel())
         return solve(self, problem, **options)
 
+    def counted_in_double(self, A, *others):
+        counts.append(A.shape[:-2].numel())
+        return in_double(self, A, *others)
+
     monkeypatch.setattr(Secular, "solve", counted)
+    monkeypatch.setattr(Secular, "solve_in_double", counted_in_double)
     return counts
 
 
@@ -168,6 +173,47 @@ def test_a_multiplier_that_is_corrected_has_to_prove_itself_again():
         assert step.near == near
         assert not step.done
         assert float(step.mu) == pytest.approx(t - 1, abs=64 * eps * float(s.square().sum()))
+
+
+def test_what_float32_does_not_prove_is_proved_in_float64(handed, caplog):
+    """The multiplier is negative, and the gap below the bound for rounding AᵀA to float32."""
+    A, b = batch(4, 800, 400, 0.03, torch.float32)
+    exact = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double()), solver=Secular())
+    eps = torch.finfo(torch.float32).eps
+    assert (exact.multiplier < 0).all()
+    assert (exact.gap < 16 * eps * A.square().sum((-2, -1))).any()
+    handed.clear()
+    with caplog.at_level("DEBUG", logger="pmaf"):
+        u, found = gradients(A, b, Cholesky())
+    ways = [record.getMessage() for record in caplog.records]
+    assert ways[:2] == ["less: factor", "less: factor, in float64"]
+    assert handed == []
+    problem = pmaf.SphereLeastSquares(A.double(), b.double())
+    least = problem.objective(exact.value)
+    assert (problem.objective(u.detach().double()) <= (1 + 8 * eps) * least).all()
+    _, truth = gradients(A.double(), b.double(), Secular())
+    # Rounding A to float32 turns the solution by eps·‖A‖²/gap.
+    condition = torch.linalg.matrix_norm(A.double(), 2).square() / exact.gap
+    for x, y in zip(found, truth):
+        error = (x.double() - y).flatten(1).norm(dim=-1) / y.flatten(1).norm(dim=-1)
+        assert (error <= 8 * eps * condition).all()
+
+
+def test_a_large_hard_case_is_solved_in_float64(handed):
+    """Neither float32 nor float64 proves it by factors, and its gap is zero."""
+    A, b = batch(2, 600, 300, 0.3, torch.float32)
+    U, S, _ = torch.linalg.svd(A.double(), full_matrices=False)
+    last = U[..., -1]
+    b = b.double()
+    b = (b - (b * last).sum(-1, keepdim=True) * last).float()
+    problem = pmaf.SphereLeastSquares(A, b)
+    solution = pmaf.solve(problem, solver=Cholesky(), throw=True)
+    assert handed == [2]
+    eps = torch.finfo(torch.float32).eps
+    assert (solution.gap == 0).all()
+    assert pmaf.certify(problem, solution).holds(16 * eps).all()
+    error = (solution.multiplier.double() + S[:, -1].square()).abs()
+    assert (error <= 8 * eps * S[:, 0].square()).all()
 
 
 @pytest.mark.parametrize("n", [255, 256, 301])

@@ -13,7 +13,7 @@ nothing in directions orthogonal to `u`, where the steps are taken, and keeps `K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +36,14 @@ from pmaf.tangent.kept import Factor, Kept
 class Cholesky(Solver):
     """Global minimiser of LESS: a Cholesky factor, a few solves with it, and a second factor.
 
-    It is for matrices with at least as many rows as columns, each with its own `b`. `Secular`
-    solves the entries whose solution is not proved global, or not accurate to rounding: hard cases,
-    `b = 0`, ill-conditioned matrices.
+    It is for matrices with at least as many rows as columns, each with its own `b`. Entries of
+    float32 whose solution is not proved global, or not accurate to rounding, are solved again in
+    float64. `Secular` solves those that this leaves: hard cases, `b = 0`, and, of float64,
+    ill-conditioned matrices.
 
     Args:
-        max_iterations: limit on the vectors of the Krylov space; four to ten are taken.
+        max_iterations: limit on the vectors of the Krylov space, twice as many in float64; four to
+            ten are taken for most problems.
         rounds: limit on the Newton steps, with a factor each; nearly always one is taken.
 
     >>> import torch, pmaf
@@ -95,6 +97,39 @@ class Cholesky(Solver):
         init: Tensor | None,
         report: bool,
     ) -> Outcome:
+        found = self._by_factors(problem, gram, g, report)
+        which = (~found.converged).nonzero().squeeze(-1)
+        if len(which) == 0:
+            return found
+        part = problem.with_tensors(problem.matrix[which], problem.b[which])
+        start = None if init is None else init[which]
+        if part.matrix.dtype == torch.float32 and part.matrix.device.type != "mps":
+            return _replaced(found, self._in_double(part, start, report), which)
+        return _replaced(found, _with_factor(Secular().solve(part, init=start), gram[which]), which)
+
+    def _in_double(self, problem: LeastSquares, init: Tensor | None, report: bool) -> Outcome:
+        """Solve in float64 what float32 does not prove, and round the result.
+
+        The bounds for the rounding of `AᵀA` are below the gap then, unless that is zero.
+        """
+        took("less: factor, in float64")
+        A, b, dtype = problem.matrix.double(), problem.b.double(), problem.matrix.dtype
+        gram = lower_gram(A)
+        # Those with a small gap, which are left, need a larger space.
+        longer = replace(self, max_iterations=2 * self.max_iterations)
+        found = longer._by_factors(problem.with_tensors(A, b), gram, rmatvec(A, b), report)
+        which = (~found.converged).nonzero().squeeze(-1)
+        if len(which):
+            start = None if init is None else init[which]
+            part = problem.matrix[which], problem.b[which]
+            again = Secular().solve_in_double(*part, gram[which], start, report)
+            fields = (x.double() if x.is_floating_point() else x for x in again.tensors)
+            found = _replaced(found, _with_factor(Outcome.of(fields), gram[which]), which)
+        fields = (x.to(dtype) if x.is_floating_point() else x for x in found.tensors)
+        return Outcome.of(fields, Factor(*(x.to(dtype) for x in found.factor)))
+
+    def _by_factors(self, problem: LeastSquares, gram: Tensor, g: Tensor, report: bool) -> Outcome:
+        """The solution; entries for which it is not proved have not converged."""
         A, b = problem.matrix, problem.b
         mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
         start, steps = self._predict(A, gram, g, mean)
@@ -116,12 +151,7 @@ class Cholesky(Solver):
             converged=found.done,
             kept=Factor(found.factor),
         )
-        if report:
-            outcome = _reported(A, b, g, gram, outcome)
-        which = (~outcome.converged).nonzero().squeeze(-1)
-        if len(which) == 0:
-            return outcome
-        return _handed_over(problem, gram, init, outcome, which)
+        return _reported(A, b, g, gram, outcome) if report else outcome
 
     def _predict(self, A: Tensor, gram: Tensor, g: Tensor, mean: Tensor) -> tuple[_Point, Tensor]:
         """A point near the solution, and the dimension of the Krylov space that contains it."""
@@ -228,13 +258,8 @@ def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple
     return factor, (info == 0) & (pivot.square() * TOO_STEEP >= top)
 
 
-def _handed_over(
-    problem: LeastSquares, gram: Tensor, init: Tensor | None, found: Outcome, which: Tensor
-) -> Outcome:
-    """Let `Secular` solve the entries `which`."""
-    part = problem.with_tensors(problem.matrix[which], problem.b[which])
-    start = None if init is None else init[which]
-    again = _with_factor(Secular().solve(part, init=start), gram[which])
+def _replaced(found: Outcome, again: Outcome, which: Tensor) -> Outcome:
+    """The outcome with the entries `which` solved again."""
     for old, new in zip((*found.tensors, *found.factor), (*again.tensors, *again.factor)):
         old.index_copy_(0, which, new)
     return found

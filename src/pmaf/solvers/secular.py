@@ -80,7 +80,7 @@ class Secular(Solver):
         A, b = problem.matrix, problem.b
         if promoted(A.dtype, min(A.shape[-2:]), A.device):
             took("less: eigenvectors, in float64")
-            return self._promoted(A, b, init, report)
+            return self.solve_in_double(A, b, None, init, report)
         gram = small_gram(A)
         g = rmatvec(A, b)
         if in_range(gram, g):
@@ -104,12 +104,18 @@ class Secular(Solver):
             return found
         return self._retry(A, b, g, init, found, ~trusted)
 
-    def _promoted(self, A: Tensor, b: Tensor, init: Tensor | None, report: bool) -> Outcome:
-        """Solve a small float32 problem in float64, and round the result once."""
+    def solve_in_double(
+        self, A: Tensor, b: Tensor, gram: Tensor | None, init: Tensor | None, report: bool
+    ) -> Outcome:
+        """Solve a float32 problem in float64, and round the result once.
+
+        `gram` is the smaller of `AᵀA` and `AAᵀ`, by its lower triangle, if it is known.
+        """
         dtype, eps = A.dtype, torch.finfo(A.dtype).eps
         A, b = A.double(), b.double()
-        gram = small_gram(A)
-        if not torch.isfinite(gram.sum() + b.sum()):
+        gram = small_gram(A) if gram is None else gram
+        # No other entry of a Gram matrix is larger than those on its diagonal.
+        if not torch.isfinite(gram.diagonal(dim1=-2, dim2=-1).sum() + b.sum()):
             require_finite(A=(A, 2), b=(b, 1))
         spectrum, c = promoted_spectrum(A, b, gram)
         noise = NOISE * eps * spectrum.floor.sqrt() * norm(b)
