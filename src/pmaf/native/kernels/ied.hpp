@@ -12,12 +12,12 @@
 namespace pmaf {
 namespace {
 
-// Replaces a matrix by its Hermitian part: the upper triangle, and the vectors on the diagonal.
-// Returns its largest part of an entry.
-template <class E> inline double symmetrise_rows(double *a, int n, int stride) {
+// Replaces a matrix by its Hermitian part, times a sign: the upper triangle, and the vectors on the
+// diagonal. Returns its largest part of an entry.
+template <class E> inline double symmetrise_rows(double *a, int n, int stride, double sign) {
   using V = Vector<E>;
   Lanes largest = all_of<Lanes>(0);
-  const Lanes half = all_of<Lanes>(0.5);
+  const Lanes half = all_of<Lanes>(0.5 * sign);
   for (int r = 0; r < n; r += WIDTH)
     for (int c = r; c < n; c += WIDTH) {
       V turned[WIDTH];
@@ -33,10 +33,10 @@ template <class E> inline double symmetrise_rows(double *a, int n, int stride) {
   return most;
 }
 
-template <class X> inline RealOf<X> symmetrise(X *a, int n) {
+template <class X> inline RealOf<X> symmetrise(X *a, int n, double sign) {
   using R = RealOf<X>;
   R largest = all_of<R>(0);
-  const R half = all_of<R>(0.5);
+  const R half = all_of<R>(0.5 * sign);
   for (int i = 0; i < n; ++i)
     for (int j = 0; j <= i; ++j) {
       const X s = a[i * n + j] * half + conjugate(a[j * n + i]) * half;
@@ -49,16 +49,10 @@ template <class X> inline RealOf<X> symmetrise(X *a, int n) {
 
 // Divides matrices, of which `largest` is the largest entry, by powers of two, which are returned.
 template <class S>
-inline typename S::Number divide(typename S::Number *a, int n, double sign,
-                                 typename S::Number largest) {
+inline typename S::Number divide(typename S::Number *a, int n, typename S::Number largest) {
   using R = typename S::Number;
   const int stride = S::stride_of(n);
-  R unit, scale;
-  for (int l = 0; l < Kind<R>::lanes; ++l) {
-    const double power = power_of_two(get(largest, l));
-    put(unit, l, power);
-    put(scale, l, sign / power);
-  }
+  const R unit = power_of_two(largest), scale = all_of<R>(1) / unit;
   if constexpr (S::along_rows) {
     const Lanes factor = all_of<Lanes>(scale);
     for (int i = 0; i < n; ++i)
@@ -70,8 +64,12 @@ inline typename S::Number divide(typename S::Number *a, int n, double sign,
   return unit;
 }
 
-// Loads ½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided.
-template <class S, class F>
+// The squares and the cubes of numbers of single precision are in the range of double precision.
+template <class F> constexpr bool HAS_RANGE = sizeof(F) == 4;
+
+// Loads ±½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided: ones
+// without DIVIDED.
+template <class S, class F, bool DIVIDED = true>
 inline typename S::Number load(const F *A, int n, int filled, double sign,
                                typename S::Number *a) {
   using R = typename S::Number;
@@ -83,12 +81,12 @@ inline typename S::Number load(const F *A, int n, int filled, double sign,
       for (int j = vectors_before(n) * WIDTH * S::parts; j < stride; ++j) row[j] = 0;  // at the end
       load_entries<S>(A + (long)i * n * S::parts, 0, 1, n, row);
     }
-    largest = symmetrise_rows<typename S::Entry>(a, n, stride);
+    largest = symmetrise_rows<typename S::Entry>(a, n, stride, sign);
   } else {
     load_entries<S>(A, (long)n * n, filled, n * n, a);
-    largest = symmetrise((typename S::Entry *)a, n);
+    largest = symmetrise((typename S::Entry *)a, n, sign);
   }
-  return divide<S>(a, n, sign, largest);
+  return DIVIDED ? divide<S>(a, n, largest) : all_of<R>(1);
 }
 
 // Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
@@ -119,7 +117,7 @@ inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
   for (int i = 0; i < n; ++i)
     for (int j = i; j < n; ++j)
       largest = larger(largest, largest_part(S::entry(a + i * stride, j)));
-  const R again = divide<S>(a, n, 1, largest), all = unit * again / metric;
+  const R again = divide<S>(a, n, largest), all = unit * again / metric;
   for (int i = 0; i < n; ++i) inverse[i] /= metric;
   if (!p.matrix) return all;
   for (int i = 0; i < n; ++i)
@@ -274,6 +272,21 @@ inline Reduction kept_of(const Forward &p, long entry) {
   return {p.n, p.k, p.reduction + entry * Reduction::numbers(p.n, p.k)};
 }
 
+// Divides tridiagonal matrices by powers of two, which are returned; not good where a number is not
+// finite.
+template <class R> inline R normalise(int n, R *d, R *e, MaskOf<R> &good) {
+  R largest = size_of(d[n - 1]), sum = largest;
+  for (int i = 0; i + 1 < n; ++i) {
+    largest = larger(largest, larger(size_of(d[i]), size_of(e[i])));
+    sum += size_of(d[i]) + size_of(e[i]);
+  }
+  good = both(good, sum - sum == all_of<R>(0));
+  const R unit = power_of_two(largest), scale = all_of<R>(1) / unit;
+  for (int i = 0; i < n; ++i) d[i] *= scale;
+  for (int i = 0; i + 1 < n; ++i) e[i] *= scale;
+  return unit;
+}
+
 // Tridiagonal matrices are solved in the lanes of vectors, whether the matrices were reduced there or
 // one after the other.
 template <class S>
@@ -308,13 +321,17 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
   for (int slot = 0; slot < slots; ++slot) {
     R *a = matrices + (long)slot * stride * n;
     const F *A = (const F *)p.A + (first + slot) * n * n * S::parts;
-    R unit = load<S, F>(A, n, each, p.sign, a);
+    R unit = all_of<R>(1), *tau = taus + slot * stride;
     good[slot] = unit == unit;
-    if (pair)
+    if (pair) {
+      unit = load<S, F>(A, n, each, p.sign, a);
       unit = reduce_pair<S, F>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
-    units[slot] = unit;
-    R *tau = taus + slot * stride;
+    } else {
+      unit = load<S, F, !HAS_RANGE<F>>(A, n, each, p.sign, a);
+    }
     S::reduce(a, n, stride, d, e, tau, work);
+    const R again = normalise(n, d, e, good[slot]);
+    units[slot] = unit * again;
     if constexpr (std::is_same_v<S, Medium>)
       if (p.reduction) kept_of(p, first + slot).store(a, tau, d, e);
     for (int i = 0; i < n; ++i)
@@ -356,8 +373,7 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
       value = choose(size_of(value) < all_of<R>(16 * PIVOT), all_of<R>(0), value);
       value *= units[slot] * all_of<R>(p.sign);
       if (pair) good[slot] = both(good[slot], fits<F>(value));
-      F *to = (F *)p.values + entry * k + j;
-      for (int l = 0; l < lanes && l < each; ++l) to[l * k] = (F)get(value, l);
+      store_row<R, F>(&value, all_of<R>(1), k, each, 1, (F *)p.values + entry * k + j);
       const long start = (entry * k + j) * n * S::parts, step = (long)k * n;
       store_entries<S, F>(z, all_of<R>(1), step, each, n, (F *)p.vectors + start);
       if (p.x) store_entries<S, double>(x, all_of<R>(1), step, each, n, p.x + start);
@@ -507,7 +523,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
   const R one = all_of<R>(1), none = all_of<R>(0);
   const long start = first * n * n * S::parts;
   const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
-                      : load<S, F>((const F *)p.A + start, n, filled, p.sign, a);
+                      : load<S, F, !HAS_RANGE<F>>((const F *)p.A + start, n, filled, p.sign, a);
   // Vectors along rows end in zeros, and without v, z is zero.
   for (R *x = S::along_rows ? inverse : z; x < null; ++x) *x = none;
   if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);

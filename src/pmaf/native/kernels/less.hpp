@@ -92,9 +92,7 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   // In these units the largest entry of the matrix is about one.
   R largest = none;
   for (int i = 0; i < p; ++i) largest = larger(largest, G[i * stride + i]);
-  R unit = one;
-  for (int l = 0; l < lanes; ++l) put(unit, l, power_of_two(get(largest, l)));
-  const R over = one / unit;
+  const R unit = power_of_two(largest), over = one / unit;
   for (int i = 0; i < p * stride; ++i) G[i] *= over;
   if (tall)
     A.add_transposed(b, c);

@@ -81,8 +81,20 @@ inline bool either(bool a, bool b) { return a || b; }
 inline LaneMask either(LaneMask a, LaneMask b) { return a | b; }
 inline bool negate(bool a) { return !a; }
 inline LaneMask negate(LaneMask a) { return ~a; }
+inline bool differ(bool a, bool b) { return a != b; }
+inline LaneMask differ(LaneMask a, LaneMask b) { return a ^ b; }
 
 template <class R> inline R all_of(double x) { return x - R{}; }
+constexpr int64_t EXPONENT = 0x7ff0000000000000;
+// The power of two in front of |x|: zero for subnormal numbers, infinite for what is not finite.
+inline double exponent_of(double x) {
+  int64_t bits;
+  __builtin_memcpy(&bits, &x, 8);
+  bits &= EXPONENT;
+  __builtin_memcpy(&x, &bits, 8);
+  return x;
+}
+inline Lanes exponent_of(Lanes x) { return (Lanes)((LaneMask)x & (EXPONENT - LaneMask{})); }
 // Without a comparison, each of these is one instruction.
 inline double size_of(double x) { return __builtin_fabs(x); }
 inline Lanes size_of(Lanes x) {
@@ -160,7 +172,9 @@ inline bool any(TwinMasks m) { return any(m.a | m.b); }
 inline TwinMasks both(TwinMasks x, TwinMasks y) { return {x.a & y.a, x.b & y.b}; }
 inline TwinMasks either(TwinMasks x, TwinMasks y) { return {x.a | y.a, x.b | y.b}; }
 inline TwinMasks negate(TwinMasks x) { return {~x.a, ~x.b}; }
+inline TwinMasks differ(TwinMasks x, TwinMasks y) { return {x.a ^ y.a, x.b ^ y.b}; }
 template <> inline Twins all_of<Twins>(double x) { return {all_of<Lanes>(x), all_of<Lanes>(x)}; }
+inline Twins exponent_of(Twins x) { return {exponent_of(x.a), exponent_of(x.b)}; }
 inline Twins size_of(Twins x) { return {size_of(x.a), size_of(x.b)}; }
 inline Twins larger(Twins x, Twins y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
 inline Twins smaller(Twins x, Twins y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
@@ -277,6 +291,16 @@ template <class X> inline X from_real(RealOf<X> x) {
     return {x, all_of<RealOf<X>>(0)};
   else
     return x;
+}
+
+// About the power of two below |x|, so that its reciprocal is in range; one for zero and for what is
+// not finite.
+template <class R> inline R power_of_two(R x) {
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R power = exponent_of(x);
+  power = choose(power == all_of<R>(__builtin_inf()), one, power);
+  power = larger(power, choose(x == none, one, all_of<R>(0x1p-1022)));
+  return smaller(power, all_of<R>(0x1p1022));
 }
 
 // A divisor of at least `least`; one that is smaller becomes −least, as in Sturm counts of LAPACK.

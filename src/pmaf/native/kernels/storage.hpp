@@ -161,55 +161,111 @@ typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
 template <class F> struct Packed { using Type = Unaligned; };
 template <> struct Packed<float> { using Type = Halves; };
 
+// WIDTH numbers from x on, in double precision, and back. GCC 12 converts vectors of AVX by halves.
+template <class F> inline Lanes load_vector(const F *x) {
+#if defined(__AVX2__) && !defined(__AVX512DQ__)
+  if constexpr (sizeof(F) == 4) return (Lanes)_mm256_cvtps_pd((__m128) * (const Halves *)x);
+#endif
+  return __builtin_convertvector(*(const typename Packed<F>::Type *)x, Lanes);
+}
+template <class F> inline void store_vector(Lanes x, F *to) {
+#if defined(__AVX2__) && !defined(__AVX512DQ__)
+  if constexpr (sizeof(F) == 4) {
+    *(Halves *)to = (Halves)_mm256_cvtpd_ps((__m256d)x);
+    return;
+  }
+#endif
+  *(typename Packed<F>::Type *)to = __builtin_convertvector(x, typename Packed<F>::Type);
+}
+
 // Calls body(i) for pieces of WIDTH that cover n numbers. The last may overlap with the one before.
 template <class Body> inline void by_pieces(int n, const Body &body) {
   for (int i = 0; i + WIDTH < n; i += WIDTH) body(i);
   body(n - WIDTH);
 }
 
+// Rows of n < WIDTH numbers, one behind the other. A vector may be read, or written, from the first
+// number of a row on if all of it belongs to these rows; what is written behind one row is overwritten
+// by the next.
+inline bool holds_vector(int l, int filled, int n) { return l * n + WIDTH <= filled * n; }
+
+template <class F> inline void load_short(const F *x, int filled, int n, Lanes *block) {
+  for (int l = 0; l < WIDTH; ++l) {
+    const int row = l < filled ? l : 0;
+    if (holds_vector(row, filled, n))
+      block[l] = load_vector(x + row * n);
+    else
+      for (int i = 0; i < n; ++i) block[l][i] = x[row * n + i];
+  }
+}
+template <class F> inline void store_short(const Lanes *block, int filled, int n, F *x) {
+  for (int l = 0; l < WIDTH && l < filled; ++l)
+    if (holds_vector(l, filled, n))
+      store_vector(block[l], x + l * n);
+    else
+      for (int i = 0; i < n; ++i) x[l * n + i] = (F)block[l][i];
+}
+
 // Loads n numbers of each lane, whose numbers are `step` apart. Unused lanes repeat the first.
 template <class R, class F>
 inline void load_row(const F *x, long step, int filled, int n, R *to) {
   constexpr int lanes = Kind<R>::lanes;
-  const F *from[lanes];
-  for (int l = 0; l < lanes; ++l) from[l] = x + (l < filled ? l : 0) * step;
+  const bool short_rows = step == n && filled == lanes;
+  if (lanes == 1 || (n < WIDTH && !short_rows)) {
+    for (int l = 0; l < lanes; ++l)
+      for (int i = 0; i < n; ++i)
+        ((double *)to)[i * lanes + l] = x[(l < filled ? l : 0) * step + i];
+    return;
+  }
   if constexpr (lanes > 1)
-    if (n >= WIDTH)
-      return by_pieces(n, [&](int i) {
-        for (int part = 0; part < lanes / WIDTH; ++part) {
-          Lanes block[WIDTH];
-          for (int l = 0; l < WIDTH; ++l)
-            block[l] = __builtin_convertvector(
-                *(const typename Packed<F>::Type *)(from[part * WIDTH + l] + i), Lanes);
+    for (int part = 0; part < lanes / WIDTH; ++part) {
+      const F *from[WIDTH];
+      for (int l = 0; l < WIDTH; ++l)
+        from[l] = x + (part * WIDTH + l < filled ? part * WIDTH + l : 0) * step;
+      Lanes block[WIDTH];
+      if (n < WIDTH) {
+        load_short(from[0], filled - part * WIDTH, n, block);
+        transpose(block);
+        for (int i = 0; i < n; ++i) ((Lanes *)(to + i))[part] = block[i];
+      } else {
+        by_pieces(n, [&](int i) {
+          for (int l = 0; l < WIDTH; ++l) block[l] = load_vector(from[l] + i);
           transpose(block);
           for (int l = 0; l < WIDTH; ++l) ((Lanes *)(to + i + l))[part] = block[l];
-        }
-      });
-  for (int l = 0; l < lanes; ++l)
-    for (int i = 0; i < n; ++i) ((double *)to)[i * lanes + l] = from[l][i];
+        });
+      }
+    }
 }
 
 // Stores n numbers of each lane, times a factor of the lane.
 template <class R, class F>
 inline void store_row(const R *from, R factor, long step, int filled, int n, F *x) {
   constexpr int lanes = Kind<R>::lanes;
+  if (lanes == 1 || (n < WIDTH && step != n)) {
+    for (int l = 0; l < lanes && l < filled; ++l)
+      for (int i = 0; i < n; ++i)
+        x[l * step + i] = (F)(get(factor, l) * ((const double *)from)[i * lanes + l]);
+    return;
+  }
   if constexpr (lanes > 1)
-    if (n >= WIDTH)
-      return by_pieces(n, [&](int i) {
-        for (int part = 0; part < lanes / WIDTH; ++part) {
-          const int before = part * WIDTH;
+    for (int part = 0; part < lanes / WIDTH; ++part) {
+      const int left = filled - part * WIDTH;
+      const Lanes times = ((const Lanes *)&factor)[part];
+      F *to = x + part * WIDTH * step;
+      if (n < WIDTH) {
+        Lanes block[WIDTH] = {};
+        for (int i = 0; i < n; ++i) block[i] = ((const Lanes *)(from + i))[part] * times;
+        transpose(block);
+        store_short(block, left, n, to);
+      } else {
+        by_pieces(n, [&](int i) {
           Lanes block[WIDTH];
-          for (int l = 0; l < WIDTH; ++l)
-            block[l] = ((const Lanes *)(from + i + l))[part] * ((const Lanes *)&factor)[part];
+          for (int l = 0; l < WIDTH; ++l) block[l] = ((const Lanes *)(from + i + l))[part] * times;
           transpose(block);
-          for (int l = 0; l < WIDTH && before + l < filled; ++l)
-            *(typename Packed<F>::Type *)(x + (before + l) * step + i) =
-                __builtin_convertvector(block[l], typename Packed<F>::Type);
-        }
-      });
-  for (int l = 0; l < lanes && l < filled; ++l)
-    for (int i = 0; i < n; ++i)
-      x[l * step + i] = (F)(get(factor, l) * ((const double *)from)[i * lanes + l]);
+          for (int l = 0; l < WIDTH && l < left; ++l) store_vector(block[l], to + l * step + i);
+        });
+      }
+    }
 }
 
 // The same for entries, the parts of which are next to each other; `step` counts entries.
@@ -236,25 +292,15 @@ inline void store_entries(const typename S::Number *from, typename S::Number fac
 // Marks the lanes that are not good as failed, and returns how many these are.
 template <class R>
 inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
+  if (failed) __builtin_memset(failed + first, 0, (size_t)filled);
+  if (!any(negate(good))) return 0;
   long many = 0;
-  for (int l = 0; l < Kind<R>::lanes && l < filled; ++l) {
+  for (int l = 0; l < filled; ++l) {
     const bool bad = !is_set(good, l);
     if (failed) failed[first + l] = bad;
     many += bad;
   }
   return many;
-}
-
-// About the power of two below x, so that its reciprocal is in range; one for zero and for what is
-// not finite.
-inline double power_of_two(double x) {
-  uint64_t bits;
-  __builtin_memcpy(&bits, &x, 8);
-  bits &= 0x7ff0000000000000u;
-  if (bits == 0 || bits == 0x7ff0000000000000u) return x > 0 && x < 1 ? 0x1p-1022 : 1;
-  double power;
-  __builtin_memcpy(&power, &bits, 8);
-  return power > 0x1p1022 ? 0x1p1022 : power;
 }
 
 // Which sign makes the sum of the entries positive or, if that is zero, the second product.

@@ -11,6 +11,8 @@ namespace {
 
 constexpr double PIVOT = 1e-30;  // the smallest divisor, far below the rounding of T
 
+constexpr int NORMALISED = 8;    // a recurrence is normalised after so many rows
+
 template <class R> struct Tridiagonal {
   int n;
   R *d, *e, *e2;  // e2 holds the squares of e
@@ -24,7 +26,8 @@ template <class R> struct Tridiagonal {
       const R radius = (i > 0 ? size_of(e[i - 1]) : none) + (i + 1 < n ? size_of(e[i]) : none);
       low = smaller(low, d[i] - radius);
       high = larger(high, d[i] + radius);
-      if (i + 1 < n) e2[i] = e[i] * e[i];
+      // Without a zero, two determinants in a row are not zero.
+      if (i + 1 < n) e2[i] = larger(e[i] * e[i], all_of<R>(PIVOT * PIVOT));
     }
     unit = all_of<R>(2 * EPS) * larger(size_of(low), size_of(high)) + all_of<R>(10 * PIVOT);
     low -= unit;
@@ -37,20 +40,38 @@ template <class R> struct Evaluation {
   R count, first, second;  // Σ1/(x − λ) and Σ1/(x − λ)², where the λ are the eigenvalues
 };
 
+// The determinants of the leading blocks of xI − T follow from one another by a recurrence of three
+// terms, and so do their first derivatives and half their second ones. As many eigenvalues are above x
+// as there are changes of sign. Every few rows the numbers are divided by a power of two, lest they
+// leave the range.
 template <class R> inline Evaluation<R> evaluate(const Tridiagonal<R> &t, R x) {
-  const R least = all_of<R>(PIVOT), one = all_of<R>(1), none = all_of<R>(0);
-  R q = away_from_zero(x - t.d[0], least), r = one / q, f = r, g = none;
-  Evaluation<R> found{choose(q < none, one, none), f, f * f};
+  const R one = all_of<R>(1), none = all_of<R>(0);
+  R before = one, p = x - t.d[0], first_before = none, first = one, second_before = none,
+    second = none;
+  MaskOf<R> negative = p < none;
+  Evaluation<R> found{choose(negative, one, none), {}, {}};
   for (int i = 1; i < t.n; ++i) {
-    const R b = t.e2[i - 1] * r;
-    q = away_from_zero((x - t.d[i]) - b, least);
-    r = one / q;
-    g = b * (g - (f + f) * f) * r;
-    f = (one + b * f) * r;
-    found.first += f;
-    found.second += f * f - g;
-    found.count += choose(q < none, one, none);
+    const R factor = x - t.d[i], beside = t.e2[i - 1];
+    const R next = factor * p - beside * before;
+    const R first_next = factor * first - beside * first_before + p;
+    const R second_next = factor * second - beside * second_before + first;
+    before = p, first_before = first, second_before = second;
+    p = next, first = first_next, second = second_next;
+    const MaskOf<R> now = p < none;
+    found.count += choose(differ(now, negative), one, none);
+    negative = now;
+    if (i % NORMALISED == 0) {
+      const R scale = one / power_of_two(larger(size_of(p), size_of(before)));
+      before *= scale, first_before *= scale, second_before *= scale;
+      p *= scale, first *= scale, second *= scale;
+    }
   }
+  // An eigenvalue that is met counts as one above.
+  const MaskOf<R> met = p == none;
+  found.count += choose(both(met, negate(differ(negative, before < none))), one, none);
+  const R inverse = one / choose(met, all_of<R>(-PIVOT) * before, p);
+  found.first = first * inverse;
+  found.second = found.first * found.first - all_of<R>(2) * second * inverse;
   return found;
 }
 
