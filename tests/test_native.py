@@ -199,6 +199,45 @@ def test_close_eigenvalues_of_a_matrix_that_does_not_fall_into_blocks():
     assert ((rows @ A.double() - values.unsqueeze(-1) * rows).abs() <= 8 * eps * size).all()
 
 
+def triples():
+    """Three eigenvalues: apart at either end, equal, or as close as 1 and 1 − 2^−i."""
+    close = [(1.0, 1 - 2.0**-i, other) for i in range(1, 54) for other in (-2.0, -1.0, 0.0, 0.5)]
+    low = [(-a, -b, -c) for a, b, c in close]
+    equal = [(1, 1, 1), (0, 0, 0), (1, 1, -2), (2, -1, -1), (1, 0, -1), (1, 0, 0), (0, 0, -1)]
+    far = [(1e30, 1, 1), (1, 1, -1e30), (1 + 2.0**-40, 1, 1 - 2.0**-40), (1e-30, 0, -1e-30)]
+    return torch.tensor([*close, *low, *equal, *far], dtype=T)
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-900, 2.0**900])
+def test_three_eigenvalues_however_close(scale, largest):
+    """3×3 matrices have a way of their own, in closed form, which has to keep all digits."""
+    values = triples().sort(-1).values
+    g = torch.Generator().manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(len(values), 3, 3, dtype=T, generator=g)).Q
+    A = (Q * values.unsqueeze(-2)) @ Q.mT
+    A = 0.5 * (A + A.mT)
+    eps, size = torch.finfo(T).eps, values.abs().amax(-1).clamp_min(1e-300)
+    leaf = (scale * A).requires_grad_()
+    found, y = pmaf.ied(leaf, largest=largest)
+    exact = torch.linalg.eigvalsh(A)[:, -1 if largest else 0]
+    assert ((found.detach() / scale - exact).abs() <= 16 * eps * size).all()
+    assert ((y.detach().norm(dim=-1) - 1).abs() <= 4 * eps).all()
+    rest = (A @ y.detach().unsqueeze(-1)).squeeze(-1) - (found / scale).detach().unsqueeze(-1) * y
+    assert (rest.norm(dim=-1) <= 16 * eps * size).all()
+    v = torch.randn(len(values), 3, dtype=T, generator=g)
+    (dA,) = torch.autograd.grad((y * v).sum(), leaf)
+    assert dA.isfinite().all()
+    gaps = (values - values[:, -1:] if largest else values[:, :1] - values).abs()
+    gap = gaps.sort(-1).values[:, 1]
+    simple = gap > 1e-6 * size
+    truth = gradient_of(A[simple], None, v[simple], torch.zeros(1, dtype=T), largest=largest)
+    error = (scale * dA[simple] - truth).flatten(1).norm(dim=-1)
+    # Rounding of A turns y by eps/gap, and changes the gap by as much, relatively.
+    condition = size[simple] / gap[simple]
+    assert (error <= 64 * eps * condition * v[simple].norm(dim=-1) / gap[simple]).all()
+
+
 @pytest.mark.parametrize(("m", "n"), [s for s in TALL_AND_WIDE if s[1] < 200], ids=str)
 @pytest.mark.parametrize("family", ["inner", "outer", "ill-conditioned", "zero"])
 def test_gradients_of_least_squares(family, m, n):

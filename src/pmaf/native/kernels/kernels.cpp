@@ -1,6 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with PMAF_SET as its name.
-#include "ied.hpp"
 #include "less.hpp"
+#include "three.hpp"
 
 namespace pmaf {
 namespace {
@@ -91,7 +91,22 @@ template <class F> long reduced_backward(const Backward &p, int threads) {
   return run<Backward>(p, reduced_piece<F>, 1, fast > slow ? fast : slow, cost, threads);
 }
 
+template <class R, class F> long forward_three(const Forward &p, int threads) {
+  const Piece<Forward> piece = [](const Forward &p, long i, int filled, double *space) {
+    return find_three<R, F>(p, i, filled, (R *)space);
+  };
+  return run(p, piece, Kind<R>::lanes, 16 * Kind<R>::lanes, 80, threads);
+}
+template <class R, class F> long backward_three(const Backward &p, int threads) {
+  const Piece<Backward> piece = [](const Backward &p, long i, int filled, double *space) {
+    return differentiate_three<R, F>(p, i, filled, (R *)space);
+  };
+  return run(p, piece, Kind<R>::lanes, 32 * Kind<R>::lanes, 80, threads);
+}
+
 template <class F> long forward(const Forward &p, int threads) {
+  if (p.n == 3 && p.k == 1 && !p.M)
+    return p.batch < 3 ? forward_three<double, F>(p, threads) : forward_three<Twins, F>(p, threads);
   if (p.n > TINY) return forward_by<Medium, F>(p, threads);
   if (p.batch < 3) return forward_by<Tiny<0, double>, F>(p, threads);
   switch (p.n) {
@@ -102,6 +117,8 @@ template <class F> long forward(const Forward &p, int threads) {
   }
 }
 template <class F> long backward(const Backward &p, int threads) {
+  if (p.n == 3 && p.k == 1 && !p.matrix && !p.shift)
+    return p.batch < 3 ? backward_three<double, F>(p, threads) : backward_three<Twins, F>(p, threads);
   if (p.reduction) return reduced_backward<F>(p, threads);
   if (p.n > TINY) return backward_by<Medium, F>(p, threads);
   if (p.batch < 3) return backward_by<Tiny<0, double>, F>(p, threads);
