@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,15 +184,25 @@ def _call(
 ) -> Tensor | None:
     """Call a kernel on `count` matrices, and return where it failed, None if it did nowhere."""
     function, pack = kernel
-    threads = torch.get_num_threads()
-    # A failure is rare, and a few matrices are solved twice faster than the mask is made.
-    failed = A.new_empty(count, dtype=torch.bool) if count > _FEW else None
-    if not function(pack(*where, 0 if failed is None else failed.data_ptr(), threads) + sizes):
+    mask, address = _mask(count)
+    if not function(pack(*where, address, torch.get_num_threads()) + sizes):
         return None
-    if failed is None:
-        failed = A.new_empty(count, dtype=torch.bool)
-        function(pack(*where, failed.data_ptr(), threads) + sizes)
-    return failed.view(A.shape[:-2])
+    return mask[:count].clone().view(A.shape[:-2])
+
+
+# A failure is rare, and to make a mask for each call takes as long as to solve a few matrices: so
+# each thread has one mask, for batches of all sizes up to that of the largest.
+_masks = threading.local()
+
+
+def _mask(count: int) -> tuple[Tensor, int]:
+    """Memory for which of `count` entries have failed, and its address."""
+    found = getattr(_masks, "found", None)
+    if found is None or found[2] < count:
+        numbers = max(count, 1024)
+        mask = torch.empty(numbers, dtype=torch.bool, device="cpu")
+        found = _masks.found = mask, mask.data_ptr(), numbers
+    return found[0], found[1]
 
 
 def _address(x: Tensor | None) -> int:
@@ -390,7 +401,5 @@ def _second(n: int, dtype: torch.dtype) -> tuple[int, Any, float]:
     return ctypes.addressof(numbers), numbers, _EQUAL[dtype] * n**0.5
 
 
-# So many matrices are solved again where one has failed, to find out which.
-_FEW = 32
 # Eigenvalues that are closer than this, relative to the largest, count as one.
 _EQUAL = {dtype: merge_tolerance(dtype) for dtype in _KINDS}

@@ -409,7 +409,9 @@ inline typename S::Number norm_of(const typename S::Number *a, int n, typename S
   const R one = all_of<R>(1), none = all_of<R>(0);
   R size = none;
   if constexpr (!S::along_rows) {
-    size = root(dot(a, a, n * stride) * all_of<R>(1.0 / n));
+    // Row by row, so that no sum waits for another.
+    for (int i = 0; i < n; ++i) size += dot(a + i * stride, a + i * stride, stride);
+    size = root(size * all_of<R>(1.0 / n));
   } else {
     for (int i = 0; i < n; ++i) probe[S::place(i, 0)] = 1 + 0.5 * ((i * 7919) % 13 - 6.0) / 6;
     for (int step = 0; step < 2; ++step) {
