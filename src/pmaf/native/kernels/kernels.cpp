@@ -91,17 +91,21 @@ template <class F> long reduced_backward(const Backward &p, int threads) {
   return run<Backward>(p, reduced_piece<F>, 1, fast > slow ? fast : slow, cost, threads);
 }
 
+// A 3×3 matrix, one vector: the memory of a lane, and about as many multiplications.
+constexpr int THREE_SPACE = 16;
+constexpr double THREE_COST = 80;
+
 template <class R, class F> long forward_three(const Forward &p, int threads) {
   const Piece<Forward> piece = [](const Forward &p, long i, int filled, double *space) {
     return find_three<R, F>(p, i, filled, (R *)space);
   };
-  return run(p, piece, Kind<R>::lanes, 16 * Kind<R>::lanes, 80, threads);
+  return run(p, piece, Kind<R>::lanes, THREE_SPACE * Kind<R>::lanes, THREE_COST, threads);
 }
 template <class R, class F> long backward_three(const Backward &p, int threads) {
   const Piece<Backward> piece = [](const Backward &p, long i, int filled, double *space) {
     return differentiate_three<R, F>(p, i, filled, (R *)space);
   };
-  return run(p, piece, Kind<R>::lanes, 32 * Kind<R>::lanes, 80, threads);
+  return run(p, piece, Kind<R>::lanes, THREE_SPACE * Kind<R>::lanes, THREE_COST, threads);
 }
 
 template <class F> long forward(const Forward &p, int threads) {
