@@ -8,6 +8,7 @@ from pmaf.gradients import Implicit
 from pmaf.runtime.text import encode
 from pmaf.solvers import Auto, Cholesky, Secular
 from pmaf.solvers.cholesky import _newton, _Point
+from tests.compilers import BACKEND
 from tests.less_cases import ALL, REGULAR, gaussian, hard, with_singular_values
 from tests.test_less_conditioning import allowed, make
 
@@ -307,7 +308,7 @@ def test_transforms():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_and_exported():
     A, b = batch(3, 24, 12)
-    layer = torch.compile(pmaf.less, fullgraph=True, dynamic=True)
+    layer = torch.compile(pmaf.less, fullgraph=True, dynamic=True, backend=BACKEND)
     leaves = A.clone().requires_grad_(), b.clone().requires_grad_()
     found = torch.autograd.grad(layer(*leaves).square()[:, 0].sum(), leaves)
     expected = torch.autograd.grad(pmaf.less(*leaves).square()[:, 0].sum(), leaves)

@@ -5,6 +5,7 @@ import torch
 
 import pmaf
 from tests import oracles
+from tests.compilers import BACKEND
 
 T = torch.float64
 
@@ -111,7 +112,7 @@ def test_certificates_do_not_see_scale(scale):
 # Tracing and compiling raise torch's own deprecation warnings.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_with_dynamic_shapes():
-    layer = torch.compile(pmaf.less, fullgraph=True, dynamic=True)
+    layer = torch.compile(pmaf.less, fullgraph=True, dynamic=True, backend=BACKEND)
     for m in (4, 6):
         A, b = torch.randn(3, m, 2), torch.randn(3, m)
         torch.testing.assert_close(layer(A, b), pmaf.less(A, b))

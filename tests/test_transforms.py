@@ -10,6 +10,7 @@ import pmaf
 from pmaf import native
 from pmaf.runtime.text import encode
 from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
+from tests.compilers import HAS_COMPILER
 from tests.transforms import (
     COLUMNS,
     GENERATED,
@@ -50,6 +51,7 @@ def test_cell(row, column, caplog):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch generates code for a C++ compiler")
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 def test_generated_code(column):
     if column.eager_only or column.eager_backward:

@@ -32,6 +32,7 @@ from pmaf.solvers import (
     ProjectedGradient,
     SimultaneousIteration,
 )
+from tests.compilers import BACKEND
 from tests.quadratic import Quadratic
 
 T = torch.float64
@@ -529,7 +530,7 @@ GENERATED = (
 
 
 def backend_of(column: Column) -> str:
-    return "inductor" if column.name in GENERATED else "aot_eager"
+    return BACKEND if column.name in GENERATED else "aot_eager"
 
 
 def check_compile(column: Column, backend: str | None = None) -> None:
