@@ -7,7 +7,8 @@ import pmaf
 from pmaf.gradients import Implicit
 from pmaf.runtime.text import encode
 from pmaf.solvers import Auto, Cholesky, Secular
-from pmaf.solvers.cholesky import _newton, _Point
+from pmaf.solvers import cholesky as module
+from pmaf.solvers.factored_newton import Point, newton
 from tests.compilers import BACKEND
 from tests.less_cases import ALL, REGULAR, gaussian, hard, with_singular_values
 from tests.test_less_conditioning import allowed, make
@@ -169,39 +170,126 @@ def test_a_multiplier_that_is_corrected_has_to_prove_itself_again():
     gram = A.mT @ A
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     for off, near in ((-4 * t, True), (0.0, False)):
-        start = _Point(u, torch.tensor([t - 1 + off], dtype=T))
-        step = _newton(A, b, s * b, gram, mean, start)
+        start = Point(u, torch.tensor([t - 1 + off], dtype=T))
+        step = newton(A, b, s * b, gram, mean, start, eps)
         assert step.near == near
         assert not step.done
         assert float(step.mu) == pytest.approx(t - 1, abs=64 * eps * float(s.square().sum()))
 
 
-def test_what_float32_does_not_prove_is_proved_in_float64(handed, caplog):
-    """The multiplier is negative, and the gap below the bound for rounding AᵀA to float32."""
-    A, b = batch(4, 800, 400, 0.03, torch.float32)
-    exact = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double()), solver=Secular())
-    eps = torch.finfo(torch.float32).eps
-    assert (exact.multiplier < 0).all()
-    assert (exact.gap < 16 * eps * A.square().sum((-2, -1))).any()
-    handed.clear()
-    with caplog.at_level("DEBUG", logger="pmaf"):
-        u, found = gradients(A, b, Cholesky())
-    ways = [record.getMessage() for record in caplog.records]
-    assert ways[:2] == ["less: factor", "less: factor, in float64"]
-    assert handed == []
+@pytest.fixture
+def ways(caplog):
+    """Runs a function, and returns its result and the methods that were used."""
+
+    def run(function, *given, **options):
+        caplog.clear()
+        with caplog.at_level("DEBUG", logger="pmaf"):
+            result = function(*given, **options)
+        found = [record.getMessage() for record in caplog.records]
+        return result, [way for way in found if way.startswith("less")]
+
+    return run
+
+
+def rotation(rows, columns, generator):
+    return torch.linalg.qr(torch.randn(rows, columns, generator=generator, dtype=T)).Q
+
+
+def large(spectrum, kind, dtype, n=260, m=400):
+    """A large problem with given singular values, its left and its right singular vectors."""
+    g = torch.Generator().manual_seed(0)
+    s = torch.linspace(1, 3, n, dtype=T)
+    s[0] = {"near": 0.95, "apart": 0.5, "tiny": 1e-4, "zero": 0.0, "double": float(s[1])}[spectrum]
+    U, V = rotation(m, n, g), rotation(n, n, g)
+    x = torch.randn(n, generator=g, dtype=T)
+    b = 0.3 * (U * s) @ (x / x.norm()) + 0.01 * torch.randn(m, generator=g, dtype=T)
+    along = {"hard": 0.0, "nearly hard": 1e-5, "inner": 2e-3, "zero": 0.0}[kind]
+    b = 0 * b if kind == "zero" else b + (along - U[:, 0] @ b) * U[:, 0]
+    return ((U * s) @ V.mT).to(dtype), b.to(dtype), V[:, 0].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["inner", "nearly hard", "hard", "zero"])
+@pytest.mark.parametrize("spectrum", ["near", "apart", "tiny", "zero", "double"])
+def test_large_problems_with_a_small_or_negative_multiplier(spectrum, kind, dtype):
+    """The solution needs an eigenvector of which b may have nothing."""
+    A, b, _ = large(spectrum, kind, dtype)
+    eps = torch.finfo(dtype).eps
+    # The other entry has another multiplier, so that both kinds of spaces are in one batch.
+    A, b = torch.stack([A, A]), torch.stack([b, b + 10 * A @ torch.ones(260, dtype=dtype)])
     problem = pmaf.SphereLeastSquares(A.double(), b.double())
-    least = problem.objective(exact.value)
-    assert (problem.objective(u.detach().double()) <= (1 + 8 * eps) * least).all()
-    _, truth = gradients(A.double(), b.double(), Secular())
-    # Rounding A to float32 turns the solution by eps·‖A‖²/gap.
-    condition = torch.linalg.matrix_norm(A.double(), 2).square() / exact.gap
-    for x, y in zip(found, truth):
-        error = (x.double() - y).flatten(1).norm(dim=-1) / y.flatten(1).norm(dim=-1)
-        assert (error <= 8 * eps * condition).all()
+    exact = pmaf.solve(problem, solver=Secular())
+    assert exact.multiplier[0] < 1e-3 < exact.multiplier[1]
+    least, size = problem.objective(exact.value), problem.scale()
+    u, found = gradients(A, b, Cholesky())
+    assert ((u.norm(dim=-1) - 1).abs() <= 4 * eps).all()
+    assert (problem.objective(u.detach().double()) - least <= 4 * eps * size).all()
+    assert all(bool(x.isfinite().all()) for x in found)
+    single = pmaf.SphereLeastSquares(A, b)
+    solution = pmaf.solve(single, solver=Cholesky(), throw=True)
+    assert pmaf.certify(single, solution).holds(16 * eps).all()
+    assert (solution.gap >= 0).all()
 
 
-def test_a_large_hard_case_is_solved_in_float64(handed):
-    """Neither float32 nor float64 proves it by factors, and its gap is zero."""
+@pytest.mark.parametrize("kind", ["inner", "nearly hard", "hard", "zero"])
+def test_what_float32_does_not_bound_is_proved_by_probes(kind, handed, ways):
+    """Nothing is solved again in float64, and no decomposition is made."""
+    A, b, e = large("apart", kind, torch.float32)
+    eps = torch.finfo(torch.float32).eps
+    exact = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double()), solver=Secular())
+    assert exact.multiplier < 0
+    handed.clear()
+    (u, found), way = ways(gradients, A, b, Cholesky())
+    assert way == ["less: factor", "less: probes"]
+    assert handed == []
+    if kind in ("inner", "nearly hard"):
+        _, truth = gradients(A.double(), b.double(), Secular())
+        # On the tangent space of u the curvature is at least the distance of the two smallest
+        # eigenvalues, times the squared part of u along the first. Rounding A to float32 turns the
+        # solution by eps·‖A‖² over it.
+        squares = torch.linalg.svdvals(A.double()).square()
+        least = (squares[-2] - squares[-1]) * (exact.value @ e.double()).square()
+        condition = squares[0] / least
+        assert (u.detach().double() - exact.value).norm() <= eps * condition
+        for x, y in zip(found, truth):
+            assert (x.double() - y).norm() <= 8 * eps * condition * y.norm()
+    else:  # the start breaks the tie
+        for side in (e, -e):
+            toward, way = ways(pmaf.less, A, b, solver=Cholesky(), init=side)
+            assert way == ["less: factor", "less: probes"]
+            assert toward @ side > 0.5
+
+
+def test_the_wrong_side_of_the_smallest_eigenvector_is_left(monkeypatch, ways):
+    """The mirror image of the minimum is stationary, and the proof finds a negative curvature."""
+    A, b, e = large("apart", "nearly hard", T)
+    expected = pmaf.less(A, b, solver=Secular())
+    assert (expected @ e).abs() > 0.5
+    guess_inside = module.guess_inside
+
+    def mirrored(*given, **options):
+        found = guess_inside(*given, **options)
+        return found._replace(u=found.u - 2 * (found.u @ e).unsqueeze(-1) * e)
+
+    monkeypatch.setattr(module, "guess_inside", mirrored)
+    found, way = ways(pmaf.less, A, b, solver=Cholesky())
+    assert way == ["less: factor", "less: probes", "less: probes"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_what_float32_does_not_prove_is_proved_in_float64(ways):
+    """The smallest singular value repeats and b is zero, so that u is not unique."""
+    A, b, _ = large("double", "zero", torch.float32)
+    u, way = ways(pmaf.less, A, b, solver=Cholesky())
+    assert way[0] == "less: factor"
+    assert "less: factor, in float64" in way
+    problem = pmaf.SphereLeastSquares(A.double(), b.double())
+    least = problem.objective(pmaf.less(A.double(), b.double(), solver=Secular()))
+    assert problem.objective(u.double()) - least <= 4 * torch.finfo(u.dtype).eps * problem.scale()
+
+
+def test_a_large_hard_case_has_a_gap_of_zero(handed):
+    """Its gap is that of rounding b to float32."""
     A, b = batch(2, 600, 300, 0.3, torch.float32)
     U, S, _ = torch.linalg.svd(A.double(), full_matrices=False)
     last = U[..., -1]
@@ -209,7 +297,7 @@ def test_a_large_hard_case_is_solved_in_float64(handed):
     b = (b - (b * last).sum(-1, keepdim=True) * last).float()
     problem = pmaf.SphereLeastSquares(A, b)
     solution = pmaf.solve(problem, solver=Cholesky(), throw=True)
-    assert handed == [2]
+    assert handed == []
     eps = torch.finfo(torch.float32).eps
     assert (solution.gap == 0).all()
     assert pmaf.certify(problem, solution).holds(16 * eps).all()

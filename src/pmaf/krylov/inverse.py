@@ -29,20 +29,20 @@ def solve_row(factor: Tensor, x: Tensor) -> Tensor:
     return solve_factored(factor, x.unsqueeze(-2)).squeeze(-2)
 
 
-def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int) -> Guess:
+def guess(factor: Tensor, start: Tensor, *, limit: int, tolerance: float, spare: int) -> Guess:
     """Grow the space until all but `spare` entries are solved up to `tolerance`.
 
-    `factor` is the Cholesky factor of `H`. At most `limit` vectors are taken.
+    `factor` is the Cholesky factor of `H`, `start` is `H⁻¹g`. At most `limit` vectors are taken.
     """
-    start = solve_row(factor, g)
+    B, n = start.shape
     length = long_norm(start)
     v = start / length.unsqueeze(-1)
-    space = g.new_empty(g.shape[0], limit, g.shape[1])
-    diagonal, beside = g.new_empty(2, limit, g.shape[0])
+    space = start.new_empty(B, limit, n)
+    diagonal, beside = start.new_empty(2, limit, B)
     steps = torch.zeros_like(length, dtype=torch.int64)
     growing = torch.ones_like(length, dtype=torch.bool)
     delta, y = torch.full_like(length, -torch.inf), v
-    first = _FIRST if g.shape[1] >= _LARGE else 2 * _FIRST
+    first = _FIRST if n >= LARGE else 2 * _FIRST
     for k in range(1, limit + 1):
         space[:, k - 1] = v
         image = solve_row(factor, v)
@@ -51,7 +51,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
         torch.sum(image * v, -1, out=diagonal[k - 1])
         image.addcmul_(diagonal[k - 1].unsqueeze(-1), v, value=-1)
         torch.sum(image * image, -1, out=beside[k - 1]).sqrt_()
-        v = image / beside[k - 1].clamp_min(torch.finfo(g.dtype).tiny).unsqueeze(-1)
+        v = image / beside[k - 1].clamp_min(torch.finfo(v.dtype).tiny).unsqueeze(-1)
         if k < limit and k != first and (k < first or k % 2):
             continue  # a check costs about as much as another vector
         delta, y = tridiagonal_root(diagonal[:k], beside[: k - 1], length, delta, spare // 4)
@@ -65,7 +65,7 @@ def guess(factor: Tensor, g: Tensor, *, limit: int, tolerance: float, spare: int
 
 # Vectors before the first check, and the n below which they are doubled, because a solve with a
 # small matrix takes less time than a check.
-_FIRST, _LARGE = 3, 256
+_FIRST, LARGE = 3, 256
 
 _NEWTON_STEPS = 6
 

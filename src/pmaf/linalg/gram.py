@@ -47,23 +47,31 @@ def small_gram(A: Tensor) -> Tensor:
 
 
 def lower_gram(A: Tensor) -> Tensor:
-    """The lower triangle of `AᵀA`, which `cholesky` and `eigh` read; the rest is arbitrary.
+    """`AᵀA` stored by columns, of which only the lower triangle has a meaning if it is large.
 
-    A large one is computed in four block rows, which saves three eighths of the work.
+    `cholesky` and `eigh` read no more. Eight block rows save seven sixteenths of the work, and what
+    is stored by columns is factored without a copy.
     """
     n = A.shape[-1]
     if n < _BLOCKED:
-        return A.mT @ A
-    gram = A.new_empty(*A.shape[:-2], n, n)
-    size = -(-n // 4)
+        return (A.mT @ A).mT
+    A = A.reshape(-1, *A.shape[-2:]) if A.dim() != 3 else A
+    upper = A.new_empty(len(A), n, n)
+    size = -(-n // _BLOCKS)
     for low in range(0, n, size):
         high = min(low + size, n)
-        gram[..., low:high, :high] = A[..., low:high].mT @ A[..., :high]
-    return gram
+        left, right, into = A[..., low:high].mT, A[..., low:], upper[:, low:high, low:]
+        if A.is_cpu:
+            # One after the other, torch writes each product where it belongs.
+            for x, y, z in zip(left, right, into):
+                torch.mm(x, y, out=z)
+        else:
+            into.copy_(left @ right)
+    return upper.mT
 
 
 # Below this size one product is faster than one for each block row.
-_BLOCKED = 256
+_BLOCKED, _BLOCKS = 256, 8
 
 
 def gram_spectrum(A: Tensor, gram: Tensor | None = None) -> Spectrum:

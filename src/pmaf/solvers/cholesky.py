@@ -1,34 +1,43 @@
 """The global minimiser of least squares on the sphere, from Cholesky factors.
 
 A first factor, of `AᵀA` with little or no shift, gives a Krylov space in which the solution `u` and
-its multiplier `μ` are found to several digits (`krylov/inverse.py`). A second factor, of
+its multiplier `μ` are found to several digits (`krylov/inverse.py`, and for large matrices with
+`‖A⁺b‖ < 1` `krylov/inside.py`). A second factor, of
 
     K = AᵀA + μI + σuuᵀ,
 
-serves the Newton step, whose residual is computed from `A`, the gradient, and the certificate:
-`AᵀA + μI` is positive definite exactly if `K` is and `σuᵀK⁻¹u < 1`. The rank-one term changes
-nothing in directions orthogonal to `u`, where the steps are taken, and keeps `K` regular where
-`AᵀA + μI` is nearly singular along `u`.
+serves Newton's method, whose residual is computed from `A`, the certificate (`factored_newton.py`),
+and the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmaf.errors import require_at_least
-from pmaf.krylov.inverse import guess, solve_row
+from pmaf.krylov.inside import guess_inside
+from pmaf.krylov.inverse import LARGE, Guess, guess, solve_row
 from pmaf.linalg import sphere
-from pmaf.linalg.decompositions import cholesky, eigenvalues
+from pmaf.linalg.decompositions import cholesky_in_place, eigenvalues
 from pmaf.linalg.gram import lower_gram
-from pmaf.linalg.products import dot, matvec, norm, rmatvec
+from pmaf.linalg.products import dot, long_norm, matvec, norm, rmatvec
 from pmaf.linalg.roundings import LOOSE, NOISE
 from pmaf.runtime.log import took
 from pmaf.solvers.base import LeastSquares, Outcome, Solver
-from pmaf.solvers.secular import TOO_STEEP, Secular, in_range
+from pmaf.solvers.factored_newton import (
+    CLOSE,
+    Point,
+    bordered_factor,
+    force_at,
+    gap_noise,
+    newton,
+)
+from pmaf.solvers.secular import Secular, in_range
 from pmaf.tangent.kept import Factor, Kept
 
 
@@ -97,7 +106,8 @@ class Cholesky(Solver):
         init: Tensor | None,
         report: bool,
     ) -> Outcome:
-        found = self._by_factors(problem, gram, g, report)
+        eps = torch.finfo(g.dtype).eps
+        found = self._by_factors(problem, gram, g, init, report, eps)
         which = (~found.converged).nonzero().squeeze(-1)
         if len(which) == 0:
             return found
@@ -117,7 +127,9 @@ class Cholesky(Solver):
         gram = lower_gram(A)
         # Those with a small gap, which are left, need a larger space.
         longer = replace(self, max_iterations=2 * self.max_iterations)
-        found = longer._by_factors(problem.with_tensors(A, b), gram, rmatvec(A, b), report)
+        start = None if init is None else init.double()
+        posed, eps = problem.with_tensors(A, b), torch.finfo(dtype).eps
+        found = longer._by_factors(posed, gram, rmatvec(A, b), start, report, eps)
         which = (~found.converged).nonzero().squeeze(-1)
         if len(which):
             start = None if init is None else init[which]
@@ -128,18 +140,30 @@ class Cholesky(Solver):
         fields = (x.to(dtype) if x.is_floating_point() else x for x in found.tensors)
         return Outcome.of(fields, Factor(*(x.to(dtype) for x in found.factor)))
 
-    def _by_factors(self, problem: LeastSquares, gram: Tensor, g: Tensor, report: bool) -> Outcome:
-        """The solution; entries for which it is not proved have not converged."""
+    def _by_factors(
+        self,
+        problem: LeastSquares,
+        gram: Tensor,
+        g: Tensor,
+        init: Tensor | None,
+        report: bool,
+        rounding: float,
+    ) -> Outcome:
+        """The solution; entries for which it is not proved have not converged.
+
+        `rounding` is that of the data, which may have had fewer digits.
+        """
         A, b = problem.matrix, problem.b
         mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-        start, steps = self._predict(A, gram, g, mean)
-        found = _newton(A, b, g, gram, mean, start)
+        start, steps = self._predict(A, b, gram, g, mean, init, rounding)
+        found = newton(A, b, g, gram, mean, start, rounding)
         for _ in range(1, self.rounds):
             which = (found.near & ~found.done).nonzero().squeeze(-1)
             if len(which) == 0:
                 break
-            point = _Point(found.u[which], found.mu[which])
-            again = _newton(A[which], b[which], g[which], gram[which], mean[which], point)
+            point = Point(found.u[which], found.mu[which])
+            part = A[which], b[which], g[which], gram.mT[which].mT, mean[which]
+            again = newton(*part, point, rounding)
             for old, new in zip(found, again):
                 old.index_copy_(0, which, new)
         outcome = Outcome(
@@ -151,111 +175,95 @@ class Cholesky(Solver):
             converged=found.done,
             kept=Factor(found.factor),
         )
-        return _reported(A, b, g, gram, outcome) if report else outcome
+        return _reported(A, b, g, gram, outcome, rounding) if report else outcome
 
-    def _predict(self, A: Tensor, gram: Tensor, g: Tensor, mean: Tensor) -> tuple[_Point, Tensor]:
+    def _predict(
+        self,
+        A: Tensor,
+        b: Tensor,
+        gram: Tensor,
+        g: Tensor,
+        mean: Tensor,
+        init: Tensor | None,
+        rounding: float,
+    ) -> tuple[Point, Tensor]:
         """A point near the solution, and the dimension of the Krylov space that contains it."""
-        eps = torch.finfo(g.dtype).eps
+        n, eps = A.shape[-1], torch.finfo(g.dtype).eps
         pull = norm(g)
         # With this shift a positive semidefinite matrix has a factor in spite of rounding, and its
         # leading digits do not change.
-        shift = NOISE * eps * A.shape[-1] * mean
+        shift = NOISE * eps * n * mean
         if (pull > mean).any():
             # The multiplier for u restricted to the direction of g, which is a lower bound of μ.
             image = matvec(A, g)
             quotient = dot(image, image) / torch.where(pull > 0, pull, 1).square()
             shift = torch.maximum(shift, pull - quotient)
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        kept = diagonal.clone()
-        diagonal.add_(shift.unsqueeze(-1))
-        factor, _ = cholesky(gram)
-        diagonal.copy_(kept)
-        found = guess(
-            factor,
-            g,
-            limit=min(self.max_iterations, A.shape[-1]),
-            tolerance=eps**_CLOSE,
-            spare=len(g) // _SPARE,
-        )
-        return _Point(found.u, shift + found.shift), found.steps
+        shifted = gram.mT.clone(memory_format=torch.contiguous_format).mT
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+        factor, _ = cholesky_in_place(shifted)
+        start = solve_row(factor, g)
+
+        def from_b(which: Any) -> Guess:
+            limit, spare = min(self.max_iterations, n), len(start[which]) // _SPARE
+            tolerance = eps**CLOSE
+            lower = factor.mT[which].mT
+            return guess(lower, start[which], limit=limit, tolerance=tolerance, spare=spare)
+
+        def from_both(which: Any) -> Guess:
+            toward = None if init is None else init[which]
+            limit = min(_LONGER * self.max_iterations, n // 2)
+            lower = factor.mT[which].mT
+            return guess_inside(lower, start[which], noise[which], toward, limit=limit)
+
+        length = long_norm(start)
+        # Of Aᵀb, and of AᵀA times the part of u that does not depend on the smallest eigenvector.
+        noise = NOISE * rounding * mean.sqrt() * (norm(b) + mean.sqrt() * length)
+        # The solution has a part along the smallest eigenvector, which b may not see.
+        inside = length < 1 if n >= LARGE else torch.zeros_like(mean, dtype=torch.bool)
+        found = _each(inside, from_both, from_b)
+        return Point(found.u, shift + found.shift), found.steps
 
 
-class _Point(NamedTuple):
-    u: Tensor
-    mu: Tensor
+def _each(which: Tensor, yes: Callable[[Any], Guess], no: Callable[[Any], Guess]) -> Guess:
+    """The results of one of two functions for each entry, which are given its index."""
+    everything = slice(None)
+    if not which.any():
+        return no(everything)
+    if which.all():
+        return yes(everything)
+    parts = [(mask, function(mask)) for mask, function in ((which, yes), (~which, no))]
+    merged = [x.new_empty(len(which), *x.shape[1:]) for x in parts[0][1]]
+    for mask, part in parts:
+        for whole, x in zip(merged, part):
+            whole[mask] = x
+    return Guess(*merged)
 
-
-class _Step(NamedTuple):
-    """The point after a Newton step, and what is known about it."""
-
-    u: Tensor
-    mu: Tensor
-    residual: Tensor  # before the step
-    factor: Tensor
-    near: Tensor  # whether another step may help
-    done: Tensor  # whether `u` is the global minimum, so that no other step is needed
-
-
-# A Newton step of length eps**_CLOSE is the last, because its square is far below eps.
-_CLOSE = 0.6
 
 # The Krylov space stops growing when at most one entry in _SPARE has not converged.
 _SPARE = 8
 
-
-def _newton(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, mean: Tensor, start: _Point) -> _Step:
-    """One Newton step on the optimality conditions, their residual taken from `A`."""
-    u, mu = start
-    n, eps = A.shape[-1], torch.finfo(u.dtype).eps
-    factor, regular = _bordered_factor(gram, mean, u, mu)
-    force, residual = _force(A, b, g, mean, u)
-    p = solve_row(factor, force - mu.unsqueeze(-1) * u)
-    q = solve_row(factor, u)
-    along = dot(u, q)
-    nu = dot(u, p) / along
-    step = p - nu.unsqueeze(-1) * q
-    size = norm(step)
-    # 1/(uᵀ(AᵀA + μI)⁻¹u) is at least the gap. If it is above `noise`, which bounds the effect of
-    # rounding in AᵀA and Aᵀb, then AᵀA + μI is definite.
-    curvature = (1 - mean * along) / along
-    noise = 2 * NOISE * eps * ((n * mean).sqrt() * norm(b) + n * mean)
-    near = regular & (along > 0) & (size < 0.5) & (curvature > 0)
-    # If |ν| is at most `noise`, then AᵀA + (μ + ν)I is definite as well, up to rounding.
-    sure = (curvature > noise) & (nu.abs() <= noise)
-    done = near & sure & (size <= eps**_CLOSE)
-    moved = sphere.project(u + step)
-    return _Step(moved, mu + nu, residual, factor, near, done)
+# Two starts grow by so many times as many vectors each, because they have to find an eigenvector.
+_LONGER = 3
 
 
-def _force(A: Tensor, b: Tensor, g: Tensor, mean: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`Aᵀ(b − Au)`, and the norm of its tangent part relative to `‖A‖² + ‖Aᵀb‖`."""
-    force = rmatvec(A, b - matvec(A, u))
-    return force, norm(sphere.tangent(u, force)) / (A.shape[-1] * mean + norm(g))
-
-
-def _reported(A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome) -> Outcome:
+def _reported(
+    A: Tensor, b: Tensor, g: Tensor, gram: Tensor, found: Outcome, rounding: float
+) -> Outcome:
     """The outcome with the quantities that only a report contains, final residual and gap."""
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    force, residual = _force(A, b, g, mean, found.value)
+    force, residual = force_at(A, b, g, mean, found.value)
     multiplier = dot(found.value, force)
     # The factor proves that the gap is positive; its size needs the eigenvalues of AᵀA. Where μ and
     # λ_min cancel to a few digits, `Secular` solves the entry again.
     gap = multiplier + eigenvalues(gram)[:, 0]
     clear = gap > LOOSE * torch.finfo(g.dtype).eps * A.shape[-1] * mean
+    if A.shape[-1] >= LARGE and g.dtype == torch.float64:
+        # In a hard case the gap is zero up to rounding of the data, which is proved, too.
+        hard = gap.abs() <= gap_noise(b, mean, multiplier, rounding)
+        gap, clear = torch.where(hard, 0, gap), clear | hard
     return found._replace(
         multiplier=multiplier, residual=residual, gap=gap, converged=found.converged & clear
     )
-
-
-def _bordered_factor(gram: Tensor, mean: Tensor, u: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of `K`, and whether it is accurate enough to be used."""
-    K = torch.baddbmm(gram, (mean.unsqueeze(-1) * u).unsqueeze(-1), u.unsqueeze(-2))
-    diagonal = K.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(mu.unsqueeze(-1))
-    top = diagonal.amax(-1)
-    factor, info = cholesky(K)
-    pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1)
-    return factor, (info == 0) & (pivot.square() * TOO_STEEP >= top)
 
 
 def _replaced(found: Outcome, again: Outcome, which: Tensor) -> Outcome:
@@ -268,7 +276,7 @@ def _replaced(found: Outcome, again: Outcome, which: Tensor) -> Outcome:
 def _with_factor(found: Outcome, gram: Tensor) -> Outcome:
     """A solution of `Secular` with a factor instead of a basis; zero where `K` has none."""
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    factor, regular = _bordered_factor(gram, mean, found.value, found.multiplier)
+    factor, regular = bordered_factor(gram, mean, found.value, found.multiplier)
     regular = regular & torch.isfinite(mean)
     factor = torch.where(regular[:, None, None], factor, 0)
     return found._replace(kept=Factor(factor))
