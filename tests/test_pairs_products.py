@@ -773,3 +773,24 @@ def test_a_diagonal_saves_products(products_only):
     # The same pair in other variables, in the same steps up to those that rounding decides.
     assert counts[1][1] == pytest.approx(counts[0][1], abs=2 * worth(*SMALL, 1).values)
     assert counts[1][0] <= 2 * counts[0][0]
+
+
+def test_the_smooth_end_of_a_long_string_converges():
+    """Terms of products with smooth vectors cancel, and the errors that remain are no failure."""
+    n, k = 8000, 3
+
+    def tridiagonal(middle, beside):
+        return scipy.sparse.diags([beside, middle, beside], [-1, 0, 1], shape=(n, n), format="csc")
+
+    stiffness, mass = tridiagonal(2.0, -1.0), tridiagonal(4 / 6, 1 / 6)
+    cosines = np.cos(np.arange(1, k + 1) * np.pi / (n + 1))
+    exact = torch.from_numpy((4 + 2 * cosines) / 6 / (2 - 2 * cosines))
+    metric = WithSolve(tensor(stiffness, T), factored(stiffness))
+    solution = pmaf.solve(
+        pmaf.PrincipalEigenvectors(Sparse(tensor(mass, T)), k=k, M=metric), throw=True
+    )
+    # yᵀMy = 1 has the rounding errors of terms that are cond(M) times as large.
+    condition = 4 / (2 - 2 * cosines[0])
+    error = (solution.multiplier - exact).abs() / exact
+    assert (error <= torch.finfo(T).eps * condition).all()
+    assert solution.residual <= torch.finfo(T).eps * condition

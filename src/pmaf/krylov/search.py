@@ -69,6 +69,7 @@ def search(
     symmetric: bool,
     agreed: Callable[[Tensor], bool],
     metric: Metric | None = None,
+    floor: Callable[[Tensor], Tensor] | None = None,
 ) -> Found:
     """Grow a space until the residual is small, relative to the scale of the task.
 
@@ -80,6 +81,8 @@ def search(
         limit: on the products.
         agreed: whether a mask `(B,)` is true for all entries, as seen by all ranks.
         metric: `M`, for `M⁻¹` times a symmetric product, and rows that are orthonormal in it.
+        floor: residuals `(B,)` that are rounding errors, for rows near a solution, if they may be
+            larger than the tolerance.
     """
     space = Space(product, start, size, symmetric)
     if metric is not None:
@@ -87,6 +90,7 @@ def search(
     ahead = rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
+    allowed = torch.full_like(start[:, 0, 0], tolerance)
     restarts, refreshed, system = 0, 0, task.system(product)
     while True:
         if space.full or space.width >= look:
@@ -97,22 +101,22 @@ def search(
             lengths = space.length(rest, force) / one_if_zero(inside.scale).unsqueeze(-1)
             wanted = task.wanted
             residual = lengths[:, :wanted].amax(-1)
-            done = residual <= tolerance
+            done = residual <= allowed
             history.append(residual)
             everything = space.width == rows.shape[-1]
             spent = everything or space.products >= limit
-            stuck = ~done & _stuck(history, tolerance)
+            stuck = ~done & _stuck(history, allowed)
             hopeless = ~torch.isfinite(residual)
             if refreshed:
                 # After a refresh, a residual that is stuck is the rounding error of the products.
-                close = residual <= _CLOSE * tolerance
+                close = residual <= _CLOSE * allowed
                 done = done | (stuck & close)
                 hopeless = hopeless | (stuck & ~close & (refreshed > 1))
             guards = lengths[:, wanted : wanted + task.guards]
             behind = _behind(inside, space, guards <= tolerance)
             if everything:
                 # In the whole space no eigenvalue is missing, and the residual is rounding error.
-                behind, done = torch.ones_like(done), residual <= _CLOSE * tolerance
+                behind, done = torch.ones_like(done), residual <= _CLOSE * allowed
             done = done & behind
             if spent or agreed(done | hopeless):
                 return Found(
@@ -128,6 +132,8 @@ def search(
             look = space.width + max(1, min(space.width // 4, _LONGEST))
             if refreshed < 2 and agreed(done | stuck):
                 # The residual may be rounding error of old images: compute them again.
+                if floor is not None:
+                    allowed = allowed.maximum(floor(rows[:, :wanted]))
                 space.keep(inside.kept)
                 space.refresh()
                 history.clear()
@@ -182,7 +188,7 @@ def _behind(inside: Inside, space: Space, converged: Tensor) -> Tensor:
     return (behind | converged).all(-1)
 
 
-def _stuck(history: list[Tensor], tolerance: float) -> Tensor:
+def _stuck(history: list[Tensor], tolerance: Tensor) -> Tensor:
     """Where a residual near its tolerance has stopped falling, `(B,)`."""
     now = history[-1]
     stuck = torch.zeros_like(now, dtype=torch.bool)

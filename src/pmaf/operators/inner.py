@@ -46,6 +46,7 @@ def inner_product(seen: Rows, tolerance: float) -> Metric:
     raised = metric.raised(noise)
     ratio = metric.length(raised, noise) / one_if_zero(length)
     metric.rounding = max(1.0, float(ratio.max()))
+    metric.size = (long_norm(dual) / long_norm(x)).unsqueeze(-1)
     return metric
 
 

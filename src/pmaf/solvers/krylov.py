@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pmaf.errors import require_at_least, require_finite, require_tolerance
 from pmaf.krylov.search import Found, search
 from pmaf.krylov.tasks import Dominant, Largest, unit_rows
-from pmaf.linalg.roundings import SEARCHED, TIED, given_or, square_range
+from pmaf.linalg.roundings import REFINED, SEARCHED, TIED, given_or, square_range
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.base import Operator
 from pmaf.operators.rows import Rows, rows_of
@@ -135,9 +136,10 @@ def search_eigenvectors(
     rows: Rows,
     metric: Metric | None = None,
 ) -> Found:
-    tolerance = solver.tolerance_of(start.dtype)
+    tolerance, floor = solver.tolerance_of(start.dtype), None
     if metric is not None and solver.tolerance is None:
         tolerance = tolerance * metric.rounding
+        floor = partial(_rounding_errors, metric)
     return search(
         product,
         start,
@@ -148,7 +150,14 @@ def search_eigenvectors(
         symmetric=isinstance(task, Largest),
         agreed=rows.agreed,
         metric=metric,
+        floor=floor,
     )
+
+
+def _rounding_errors(metric: Metric, rows: Tensor) -> Tensor:
+    """The residual of rows `(B, w, n)` that is rounding error of products with `M`, `(B,)`."""
+    signs = fixed_rows(rows.shape[-1], rows.dtype, rows.device)[0]
+    return REFINED * torch.finfo(rows.dtype).eps * metric.roundings(rows, signs).amax(-1)
 
 
 def _start(A: Operator, batch: torch.Size, k: int, guards: int, init: Tensor | None) -> Tensor:

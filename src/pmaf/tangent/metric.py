@@ -41,8 +41,19 @@ class Metric:
     ) -> None:
         self.product, self.inverse, self.refuse = product, inverse, refuse
         self.agreed = agreed
-        # How much longer the rounding errors of a product are, as functions, than its result.
-        self.rounding = 1.0
+        # How much longer the rounding errors of a product are, as functions, than its result; and
+        # the size of a product, `(B, 1, 1)`, relative to its factor: both for arbitrary vectors.
+        self.rounding: float = 1.0
+        self.size: Tensor | float = 1.0
+
+    def roundings(self, rows: Tensor, signs: Tensor) -> Tensor:
+        """How long the rounding errors of products with rows of unit length are, `(B, p)`.
+
+        The terms of a product with a smooth vector cancel, and their errors do not: these are
+        relative to `‖M‖·|y|`, and their signs are arbitrary.
+        """
+        noise = self.size * signs.sign() * rows
+        return self.length(self.raised(noise), noise)
 
     def dual(self, rows: Tensor) -> Tensor:
         return self.product(rows)
