@@ -42,14 +42,15 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     if not plain(A) or forward_mode(A):  # asked first, so that a trace compares no sizes
         return None
-    way, problem, numbers = _reduced(A.shape, A.dtype, k, largest)
-    if problem is None or not native.takes_eigenvectors(A):
+    found = _reduced(A.shape, A.dtype, k, largest)
+    if found is None or not A.is_cpu or A.layout is not _STRIDED:
         return None
+    way, problem, kept_shape, plan = found
     recorded = A.requires_grad and torch.is_grad_enabled()
     reduction = None
-    if recorded and numbers:
-        reduction = A.new_empty((*A.shape[:-2], numbers), dtype=torch.float64)
-    values, vectors, failed = native.largest_pairs(A, k, largest, True, reduction)
+    if recorded and kept_shape is not None:
+        reduction = A.new_empty(kept_shape, dtype=torch.float64)
+    values, vectors, failed = native.planned_pairs(A, plan, True, reduction)
     if failed is not None and (
         not A.is_complex() or bool(failed.all()) or not bool(A[failed].isfinite().all())
     ):
@@ -67,24 +68,29 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.
 _named = tuple.__new__
+_STRIDED = torch.strided
 
 
 # What follows from the shape is found once for all calls with matrices of that shape.
 @functools.lru_cache(maxsize=1024)
 def _reduced(
     shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
-) -> tuple[str, Any, int]:
-    """The way that kernels take, the problem without its matrix, and how many numbers are kept.
+) -> tuple[str, Any, tuple[int, ...] | None, native.ForwardPlan] | None:
+    """The way that kernels take, the problem without its matrix, the shape of what is kept, a plan.
 
-    The problem is None if they are not used.
+    None if kernels are not used. What is kept is None if it is nothing.
     """
     square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
-    if not (square and are_reduced(k or 1, shape[-1])) or (k or 1) > COMPILED_VECTORS:
-        return "", None, 0
+    if not (native.available and square and dtype in native.EIGENVECTORS):
+        return None
+    if not are_reduced(k or 1, shape[-1]) or (k or 1) > COMPILED_VECTORS:
+        return None
+    plan = native.forward_plan(shape, dtype, k, largest)
     if dtype.is_complex:
-        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest), 0
+        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest), None, plan
     numbers = native.reduction_numbers(shape[-1], dtype, k)
-    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest), numbers
+    kept = (*shape[:-2], numbers) if numbers else None
+    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest), kept, plan
 
 
 def ied(

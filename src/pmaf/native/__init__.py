@@ -86,6 +86,7 @@ _FORWARD, _BACKWARD, _LESS_FORWARD, _LESS_BACKWARD = (
 # The numbers by which the library knows them.
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.complex64: 2, torch.complex128: 3}
 _REAL = (torch.float32, torch.float64)
+EIGENVECTORS = frozenset(_KINDS)  # the dtypes of matrices of which kernels find eigenvectors
 
 
 def takes(A: Tensor) -> bool:
@@ -119,13 +120,20 @@ def largest_pairs(
     a complex vector counts as failed. With `k = None` there is one, without a dimension for it.
     What the backward pass wants is written into `reduction`.
     """
-    A = _laid_out(A)
-    plan = _forward_plan(A.shape, A.dtype, k, largest)
+    plan = forward_plan(A.shape, A.dtype, k, largest)
+    return _named(Pairs, planned_pairs(A, plan, columns, reduction))
+
+
+def planned_pairs(
+    A: Tensor, plan: ForwardPlan, columns: bool, reduction: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same for a plan that is known."""
+    if not A.is_contiguous() or A.is_conj() or A.is_neg():
+        A = _laid_out(A)
     values, vectors = _empty_pairs(A, plan, columns)
     kept = 0 if reduction is None else reduction.data_ptr()
     where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0, kept
-    failed = _call(_FORWARD, where, plan.sizes, A, plan.matrices)
-    return _named(Pairs, (values, vectors, failed))
+    return values, vectors, _call(_FORWARD, where, plan.sizes, A, plan.matrices)
 
 
 def reduction_numbers(n: int, dtype: torch.dtype, k: int | None) -> int:
@@ -143,7 +151,7 @@ def reduction_numbers(n: int, dtype: torch.dtype, k: int | None) -> int:
 _named = tuple.__new__
 
 
-class _ForwardPlan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """What a call of a kernel is given besides addresses, and the sizes of what it returns."""
 
     sizes: bytes
@@ -156,9 +164,10 @@ class _ForwardPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_plan(
+def forward_plan(
     shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool, definite: float = 0.0
-) -> _ForwardPlan:
+) -> ForwardPlan:
+    """Everything about a call of `planned_pairs` that follows from these."""
     *batch, n, _ = shape
     each, count, d = batch if k is None else [*batch, k], math.prod(batch), len(batch)
     second, memory, tolerance = _second(n, dtype)
@@ -176,7 +185,7 @@ def _forward_plan(
     # Not a transposed view: a user may write into what a layer returns.
     columns = None if k is None else ((*batch, n, k), (*range(d), d + 1, d))
     real = None if dtype in _REAL else dtype.to_real()
-    return _ForwardPlan(sizes, count, (*each,) or ((),), real, (*each, n), columns, memory)
+    return ForwardPlan(sizes, count, (*each,) or ((),), real, (*each, n), columns, memory)
 
 
 def _call(
@@ -209,7 +218,7 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _empty_pairs(A: Tensor, plan: _ForwardPlan, columns: bool) -> tuple[Tensor, Tensor]:
+def _empty_pairs(A: Tensor, plan: ForwardPlan, columns: bool) -> tuple[Tensor, Tensor]:
     """Memory for values and vectors."""
     # torch reads sizes that are arguments of their own in half the time of a tuple.
     if plan.real is None:
@@ -240,7 +249,7 @@ def largest_of_pair(
     """
     A, M = _laid_out(A), _laid_out(M)
     n, dtype = A.shape[-1], A.dtype
-    plan = _forward_plan(A.shape, dtype, k, largest, n * torch.finfo(dtype).eps)
+    plan = forward_plan(A.shape, dtype, k, largest, n * torch.finfo(dtype).eps)
     values, vectors = _empty_pairs(A, plan, columns=True)
     kept = None
     if keep:
@@ -296,11 +305,16 @@ def eigenvector_gradient(
     `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
     vector is positive. `reduction` is what the forward pass has kept.
     """
-    A = _laid_out(A)
-    y = y if y.is_contiguous() and not y.is_conj() else _plain(y)
-    v, d = (None if x is None else _plain(x) for x in (v, d_values))
+    if not A.is_contiguous() or A.is_conj() or A.is_neg():
+        A = _laid_out(A)
+    y, v_, d_ = _plain(y), 0, 0
+    if v is not None:
+        v = _plain(v)
+        v_ = v.data_ptr()
+    if d_values is not None:
+        d_values = _plain(d_values)
+        d_ = d_values.data_ptr()
     result = torch.empty_like(A)
-    v_, d_ = 0 if v is None else v.data_ptr(), 0 if d is None else d.data_ptr()
     kept = 0 if reduction is None else reduction.data_ptr()
     where = A.data_ptr(), y.data_ptr(), 0, 0, 0, kept, v_, 0, d_, result.data_ptr(), 0
     count, sizes = _backward_plan(A.shape, A.dtype, k, k, largest)

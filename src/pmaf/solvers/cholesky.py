@@ -47,12 +47,12 @@ class Cholesky(Solver):
 
     It is for matrices with at least as many rows as columns, each with its own `b`. Entries of
     float32 whose solution is not proved global, or not accurate to rounding, are solved again in
-    float64. `Secular` solves those that this leaves: hard cases, `b = 0`, and, of float64,
-    ill-conditioned matrices.
+    float64. `Secular` solves those that this leaves: hard cases and `b = 0` with fewer than 256
+    columns, minimisers that are not isolated, and, of float64, ill-conditioned matrices.
 
     Args:
-        max_iterations: limit on the vectors of the Krylov space, twice as many in float64; four to
-            ten are taken for most problems.
+        max_iterations: limit on the vectors of the Krylov space, twice as many in float64, three
+            times as many from each of two starts; four to ten are taken for most problems.
         rounds: limit on the Newton steps, with a factor each; nearly always one is taken.
 
     >>> import torch, pmaf

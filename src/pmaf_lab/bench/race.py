@@ -188,7 +188,7 @@ def race(
     loss: Callable[[Result], Tensor],
     device: torch.device,
     budget: float,
-    repeats: int = 15,
+    repeats: int = 60,
     turn: float = 0.004,
 ) -> dict[str, dict[str, Any]]:
     """Median seconds of both passes, the outputs and the gradients, of every competitor.
