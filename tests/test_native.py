@@ -187,6 +187,29 @@ def test_matrices_that_are_solved_together_do_not_touch_each_other(n, k):
         assert torch.equal(part.values, every.values[:few])
 
 
+@pytest.mark.parametrize("n", [17, 40])
+@pytest.mark.parametrize("k", [None, 2, 3])
+def test_matrices_that_are_differentiated_together_do_not_touch_each_other(n, k):
+    """Their tridiagonal systems are in lanes, and some are refined, or left to Cholesky's way."""
+    values = torch.arange(n) + 1.0
+    repeated, close = values.clone(), values.clone()
+    repeated[-1 - (k or 1) :] = n
+    close[-1 - (k or 1)] = close[-(k or 1)] - 1e-5
+    made = [with_eigenvalues(x.tolist(), i) for i, x in enumerate((values, repeated, close))]
+    A = torch.cat([torch.stack(made), *(matrices(family, 3, n, T) for family in EIGEN)])
+    y, reduction = reduced(A, k)
+    v, d = torch.cos(torch.arange(y.numel()).to(A)).view_as(y), y[..., 0]
+    every, failed = native.eigenvector_gradient(A, y, k or 1, v, d, True, reduction)
+    assert failed is None
+    for count in (1, 2, 3, 7, 9):
+        for start in (0, 1, len(A) - count):
+            part = slice(start, start + count)
+            given = y[part], k or 1, v[part], d[part], True, reduction[part]
+            (alone,), failed = native.eigenvector_gradient(A[part], *given)
+            assert failed is None
+            assert torch.equal(alone, every[0][part])
+
+
 def test_close_eigenvalues_of_a_matrix_that_does_not_fall_into_blocks():
     """Twisted factorisations give vectors that depend on each other; inverse iteration does not."""
     A = matrices("laplacian", 1000, 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,20 +43,19 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     """
     if not plain(A) or forward_mode(A):  # asked first, so that a trace compares no sizes
         return None
-    found = _reduced(A.shape, A.dtype, k, largest)
-    if found is None or not A.is_cpu or A.layout is not _STRIDED:
+    problem = _reduced(A.shape, A.dtype, k, largest)
+    if problem is None or not A.is_cpu or A.layout is not _STRIDED:
         return None
-    way, problem, kept_shape, plan = found
     recorded = A.requires_grad and torch.is_grad_enabled()
     reduction = None
-    if recorded and kept_shape is not None:
-        reduction = A.new_empty(kept_shape, dtype=torch.float64)
-    values, vectors, failed = native.planned_pairs(A, plan, True, reduction)
+    if recorded and problem.kept is not None:
+        reduction = A.new_empty(problem.kept, dtype=torch.float64)
+    values, vectors, failed = native.planned_pairs(A, problem.plan, True, reduction)
     if failed is not None and (
         not A.is_complex() or bool(failed.all()) or not bool(A[failed].isfinite().all())
     ):
         return None
-    took(way)
+    took(problem.way)
     if failed is not None:
         took("ied: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
@@ -71,26 +71,53 @@ _named = tuple.__new__
 _STRIDED = torch.strided
 
 
+class _Planned:
+    """The problem of a default call without its matrix, and the plans of its kernels.
+
+    It has what the backward pass asks a problem for.
+    """
+
+    __slots__ = ("gradients", "kept", "plan", "reverse", "way")
+
+    def __init__(self, way: str, problem: Any, shape: torch.Size, dtype: torch.dtype) -> None:
+        k, largest = problem.k, problem.largest
+        numbers = native.reduction_numbers(shape[-1], dtype, k)
+        self.way = way
+        self.plan = native.forward_plan(shape, dtype, k, largest)
+        self.reverse = native.backward_plan(shape, dtype, k or 1, k or 1, largest)
+        # The shape of what is kept of the forward pass, None if it is nothing.
+        self.kept = (*shape[:-2], numbers) if numbers else None
+        self.gradients = problem.gradients
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Any,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        took("tangent: compiled")
+        reduction = kept.numbers if kept else None
+        return native.planned_gradient(tensors[0], y, v, d_multiplier, self.reverse, reduction)
+
+
 # What follows from the shape is found once for all calls with matrices of that shape.
 @functools.lru_cache(maxsize=1024)
 def _reduced(
     shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
-) -> tuple[str, Any, tuple[int, ...] | None, native.ForwardPlan] | None:
-    """The way that kernels take, the problem without its matrix, the shape of what is kept, a plan.
-
-    None if kernels are not used. What is kept is None if it is nothing.
-    """
+) -> _Planned | None:
+    """The problem of matrices for which kernels are used."""
     square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
     if not (native.available and square and dtype in native.EIGENVECTORS):
         return None
     if not are_reduced(k or 1, shape[-1]) or (k or 1) > COMPILED_VECTORS:
         return None
-    plan = native.forward_plan(shape, dtype, k, largest)
+    kind, way = PrincipalEigenvectors, "ied: reduction"
     if dtype.is_complex:
-        return "ied: complex reduction", unposed(HermitianEigenvectors, k, largest), None, plan
-    numbers = native.reduction_numbers(shape[-1], dtype, k)
-    kept = (*shape[:-2], numbers) if numbers else None
-    return "ied: reduction", unposed(PrincipalEigenvectors, k, largest), kept, plan
+        kind, way = HermitianEigenvectors, "ied: complex reduction"
+    return _Planned(way, unposed(kind, k, largest), shape, dtype)
 
 
 def ied(

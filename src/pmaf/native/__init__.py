@@ -285,7 +285,7 @@ def pair_gradients(
     v, d = (None if x is None else _plain(x) for x in (v, d_values))
     dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
     k = kept.x.shape[-2]
-    count, sizes = _backward_plan(C.shape, dtype, k, k, largest)
+    count, sizes = backward_plan(C.shape, dtype, k, k, largest)
     where = *(0, 0), *(x.data_ptr() for x in kept), 0, _address(v), 0, _address(d)
     failed = _call(_BACKWARD, (*where, _address(dA), _address(dM)), sizes, C, count)
     return Gradients((dA, dM), failed)
@@ -305,24 +305,39 @@ def eigenvector_gradient(
     `y` and `v` are `(*, k, n)`, or `(*, n)` for one; `d_values` is `(*, k)`. The sum of a complex
     vector is positive. `reduction` is what the forward pass has kept.
     """
+    plan = backward_plan(A.shape, A.dtype, k, k, largest)
+    return planned_gradient(A, _plain(y), v, d_values, plan, reduction)
+
+
+def planned_gradient(
+    A: Tensor,
+    y: Tensor,
+    v: Tensor | None,
+    d_values: Tensor | None,
+    plan: tuple[int, bytes],
+    reduction: Tensor | None,
+) -> Gradients:
+    """The same for a plan that is known, and vectors that a kernel has written."""
     if not A.is_contiguous() or A.is_conj() or A.is_neg():
         A = _laid_out(A)
-    y, v_, d_ = _plain(y), 0, 0
+    v_ = d_ = 0
     if v is not None:
-        v = _plain(v)
+        if not v.is_contiguous() or v.is_conj() or v.is_neg():
+            v = _plain(v)
         v_ = v.data_ptr()
     if d_values is not None:
-        d_values = _plain(d_values)
+        if not d_values.is_contiguous() or d_values.is_neg():
+            d_values = _plain(d_values)
         d_ = d_values.data_ptr()
     result = torch.empty_like(A)
     kept = 0 if reduction is None else reduction.data_ptr()
     where = A.data_ptr(), y.data_ptr(), 0, 0, 0, kept, v_, 0, d_, result.data_ptr(), 0
-    count, sizes = _backward_plan(A.shape, A.dtype, k, k, largest)
+    count, sizes = plan
     return _named(Gradients, ((result,), _call(_BACKWARD, where, sizes, A, count)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_plan(
+def backward_plan(
     shape: torch.Size, dtype: torch.dtype, k: int, rows: int, largest: bool
 ) -> tuple[int, bytes]:
     """The number of matrices, and what a call of a kernel is given besides addresses."""
@@ -340,7 +355,7 @@ def complement_solve(
     """
     A, y, v, shift = _laid_out(A), y.contiguous(), _plain(v), shift.contiguous()
     result = torch.empty_like(v)
-    count, sizes = _backward_plan(A.shape, A.dtype, y.shape[-2], v.shape[-2], True)
+    count, sizes = backward_plan(A.shape, A.dtype, y.shape[-2], v.shape[-2], True)
     where = A.data_ptr(), y.data_ptr(), 0, 0, 0, 0, v.data_ptr(), shift.data_ptr(), 0
     return result, _call(_BACKWARD, (*where, result.data_ptr(), 0), sizes, A, count)
 

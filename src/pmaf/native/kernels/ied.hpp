@@ -686,96 +686,135 @@ inline long solve_complement(const Backward &p, long first, int filled,
   return report<R>(good, first, filled, p.failed);
 }
 
-template <class F> inline long reduced_space(int n, int k) {
+inline long reduced_space(int n, int k, int slots) {
   const long stride = Medium::stride_of(n);
-  return 2 * k * stride + 2 * stride + 2 * k * k + 8 * (long)n * WIDTH + 64 * WIDTH;
+  return (9 + k) * (long)n * WIDTH + slots * (2 * k * stride + k * k) + 2 * stride + k * k + 16;
 }
 
-// The same gradient from the reduction of the forward pass. Returns false if an eigenvalue repeats, or
-// if rounding has spoilt the solution.
-template <class F> inline bool differentiate_reduction(const Backward &p, long entry, double *space) {
+// A lower bound of the norm of a matrix: the largest column of T, or the largest of its eigenvalues that
+// are known.
+inline double size_of(const Reduction &kept) {
+  double size = 0;
+  for (int i = 0; i < kept.n; ++i) {
+    const double before = i ? kept.e()[i - 1] : 0, behind = i + 1 < kept.n ? kept.e()[i] : 0;
+    size = larger(size, kept.d()[i] * kept.d()[i] + before * before + behind * behind);
+  }
+  size = root(size);
+  for (int j = 0; j < kept.k; ++j) size = larger(size, size_of(kept.values()[j]));
+  return size;
+}
+
+// The same gradients from the reductions of the forward pass, of `filled` matrices, at most WIDTH. Their
+// tridiagonal systems, k for each, are solved in lanes. What the numbers of one lane make necessary is
+// done for that lane alone, so that no matrix depends on another. Entries whose eigenvalue repeats, or
+// whose solution rounding has spoilt, are left out: their bits in the result are set.
+template <class F>
+inline unsigned differentiate_reductions(const Backward &p, long first, int filled, double *space) {
   using S = Medium;
-  const int n = p.n, k = p.k, stride = S::stride_of(n);
-  const Reduction kept(n, k, const_cast<double *>(p.reduction) + entry * Reduction::numbers(n, k));
-  double *z = space, *y = z + k * stride, *image = y + k * stride, *inside = image + 2 * stride,
-         *normal = inside + k * k;
-  Lanes *down = (Lanes *)(space + 2 * k * stride + 2 * stride + (2 * k * k + 15) / 8 * 8),
-        *up = down + n, *spare = up + n, *t = spare + n, *w = t + n, *rest = w + n,
-        *again = rest + n;
-  for (int i = 0; i < 2 * k * stride; ++i) z[i] = 0;
-  for (int j = 0; j < k; ++j) {
-    const long from = (entry * k + j) * n;
-    load_row<double, F>((const F *)p.y + from, 0, 1, n, y + j * stride);
-    if (p.v) load_row<double, F>((const F *)p.v + from, 0, 1, n, z + j * stride);
-  }
-  if (p.v) {
-    kept.turn(z, k);
-    double size = 0;  // a lower bound of the norm: the largest column of T
-    for (int i = 0; i < n; ++i) {
-      const double before = i ? kept.e()[i - 1] : 0, behind = i + 1 < n ? kept.e()[i] : 0;
-      size = larger(size, kept.d()[i] * kept.d()[i] + before * before + behind * behind);
+  const int n = p.n, k = p.k, stride = S::stride_of(n), systems = p.v ? filled * k : 0;
+  Lanes *down = (Lanes *)space, *up = down + n, *spare = up + n, *t = spare + n, *w = t + n,
+        *rest = w + n, *again = rest + n, *d = again + n, *e = d + n, *rows = e + n;
+  double *z = (double *)(rows + k * n), *y = z + filled * k * stride,
+         *image = y + filled * k * stride, *inside = image + 2 * stride,
+         *normal = inside + filled * k * k;
+  double sizes[WIDTH];
+  unsigned left_out = 0;
+  const auto kept_of = [&](int slot) {
+    const long start = (first + slot) * Reduction::numbers(n, k);
+    return Reduction(n, k, const_cast<double *>(p.reduction) + start);
+  };
+  for (int i = 0; i < 2 * filled * k * stride; ++i) z[i] = 0;
+  for (int slot = 0; slot < filled; ++slot) {
+    double *zs = z + slot * k * stride;
+    for (int j = 0; j < k; ++j) {
+      const long from = ((first + slot) * k + j) * n;
+      load_row<double, F>((const F *)p.y + from, 0, 1, n, y + (slot * k + j) * stride);
+      if (p.v) load_row<double, F>((const F *)p.v + from, 0, 1, n, zs + j * stride);
     }
-    size = root(size);
-    for (int j = 0; j < k; ++j) size = larger(size, size_of(kept.values()[j]));
-    if (size == 0) return false;
-    const double equal = p.equal * size;
+    if (!p.v) continue;
+    const Reduction kept = kept_of(slot);
+    kept.turn(zs, k);
+    sizes[slot] = size_of(kept);
+    if (sizes[slot] == 0) left_out |= 1u << slot;
     if (k > 1)
-      couple<S>(n, k, kept.row(0), z, kept.values(), p.equal, equal, inside, normal);
-    const auto clear = [&](Lanes *x) {
-      for (int i = 0; i < k; ++i) {
-        const double *s = kept.row(i);
-        Lanes along = spread(0);
-        for (int l = 0; l < n; ++l) along += spread(s[l]) * x[l];
-        for (int l = 0; l < n; ++l) x[l] -= spread(s[l]) * along;
-      }
-    };
-    for (int first = 0; first < k; first += WIDTH) {
-      ShiftedTridiagonal<Lanes> system{n, kept.d(), kept.e(), {}, {}, down, up, spare};
-      for (int lane = 0; lane < WIDTH; ++lane) {  // unused lanes repeat the first
-        const int j = first + lane < k ? first + lane : first;
-        const double *s = kept.row(j);
-        int largest = 0;
-        for (int i = 1; i < n; ++i)
-          if (size_of(s[i]) > size_of(s[largest])) largest = i;
-        system.shift[lane] = kept.values()[j];
-        system.removed[lane] = largest;
-        for (int i = 0; i < n; ++i) t[i][lane] = z[j * stride + i];
-      }
-      system.factor();
-      clear(t);
-      system.solve(t, w);
-      clear(w);
-      // With a residual of rounding, w is exact for a matrix that differs from T by rounding.
-      const Lanes allowed = spread(RESIDUAL * EPS);
-      for (int step = 0;; ++step) {
-        system.residual(t, w, rest);
-        clear(rest);
-        const Lanes bound = allowed * (spread(size) * root(dot(w, w, n)) + root(dot(t, t, n)));
-        if (!any(negate(root(dot(rest, rest, n)) <= bound))) break;
-        if (step == 2) return false;
-        system.solve(rest, again);
-        clear(again);
-        for (int i = 0; i < n; ++i) w[i] += again[i];
-      }
-      // As in `solve_complement`: where the gap to the next eigenvalue is rounding, w grows once more.
-      system.solve(w, again);
-      clear(again);
-      const Lanes growth = dot(again, again, n) * spread(equal * equal), length = dot(w, w, n);
-      if (any(negate(growth <= length))) return false;
-      for (int lane = 0; lane < WIDTH && first + lane < k; ++lane) {
-        double *row = z + (first + lane) * stride;
-        for (int i = 0; i < n; ++i) row[i] = w[i][lane];
+      couple<S>(n, k, kept.row(0), zs, kept.values(), p.equal, p.equal * sizes[slot],
+                inside + slot * k * k, normal);
+  }
+  const auto clear = [&](Lanes *x) {
+    for (int i = 0; i < k; ++i) {
+      const Lanes *s = rows + i * n;
+      const Lanes along = dot(s, x, n);
+      for (int l = 0; l < n; ++l) x[l] -= s[l] * along;
+    }
+  };
+  for (int begin = 0; begin < systems; begin += WIDTH) {
+    ShiftedTridiagonal<Lanes> system{n, d, e, {}, {}, down, up, spare};
+    Lanes size;
+    for (int lane = 0; lane < WIDTH && begin + lane < systems; ++lane) {
+      const int index = begin + lane, slot = index / k;
+      const auto fill = [lane](Lanes &x, double value) {
+        if (lane == 0)
+          x = spread(value);  // unused lanes repeat the first
+        else
+          x[lane] = value;
+      };
+      const Reduction kept = kept_of(slot);
+      const double *s = kept.row(index % k);
+      int largest = 0;
+      for (int i = 1; i < n; ++i)
+        if (size_of(s[i]) > size_of(s[largest])) largest = i;
+      fill(system.shift, kept.values()[index % k]);
+      fill(system.removed, largest);
+      fill(size, sizes[slot]);
+      for (int i = 0; i < n; ++i) {
+        fill(d[i], kept.d()[i]);
+        fill(e[i], i + 1 < n ? kept.e()[i] : 0);
+        fill(t[i], z[index * stride + i]);
+        for (int j = 0; j < k; ++j) fill(rows[j * n + i], kept.row(j)[i]);
       }
     }
-    for (int j = 0; j < k && k > 1; ++j)
-      for (int i = 0; i < k; ++i)
-        S::add(z + j * stride, inside[i * k + j], kept.row(i), n);
-    kept.turn_back(z, k);
+    system.factor();
+    clear(t);
+    system.solve(t, w);
+    clear(w);
+    // With a residual of rounding, w is exact for a matrix that differs from T by rounding.
+    LaneMask bad;
+    for (int step = 0;; ++step) {
+      system.residual(t, w, rest);
+      clear(rest);
+      const Lanes bound = spread(RESIDUAL * EPS) * (size * root(dot(w, w, n)) + root(dot(t, t, n)));
+      bad = negate(root(dot(rest, rest, n)) <= bound);
+      if (!any(bad) || step == 2) break;
+      system.solve(rest, again);
+      clear(again);
+      for (int i = 0; i < n; ++i) w[i] += choose(bad, again[i], spread(0));
+    }
+    // As in `solve_complement`: where the gap to the next eigenvalue is rounding, w grows once more.
+    system.solve(w, again);
+    clear(again);
+    const Lanes equal = spread(p.equal) * size, growth = dot(again, again, n) * equal * equal;
+    bad = either(bad, negate(growth <= dot(w, w, n)));
+    for (int lane = 0; lane < WIDTH && begin + lane < systems; ++lane) {
+      if (is_set(bad, lane)) left_out |= 1u << ((begin + lane) / k);
+      double *row = z + (begin + lane) * stride;
+      for (int i = 0; i < n; ++i) row[i] = w[i][lane];
+    }
   }
-  add_values<S, F>(p, entry, 1, p.v ? p.sign / kept.unit() : 1, y, z);
-  store_product<S, F>(n, k, 1, z, y, image, (F *)p.result + entry * n * n);
-  if (p.failed) p.failed[entry] = false;
-  return true;
+  for (int slot = 0; slot < filled; ++slot) {
+    if (left_out >> slot & 1) continue;
+    const Reduction kept = kept_of(slot);
+    double *zs = z + slot * k * stride, *ys = y + slot * k * stride;
+    if (p.v) {
+      for (int j = 0; j < k && k > 1; ++j)
+        for (int i = 0; i < k; ++i)
+          S::add(zs + j * stride, inside[(slot * k + i) * k + j], kept.row(i), n);
+      kept.turn_back(zs, k);
+    }
+    add_values<S, F>(p, first + slot, 1, p.v ? p.sign / kept.unit() : 1, ys, zs);
+    store_product<S, F>(n, k, 1, zs, ys, image, (F *)p.result + (first + slot) * n * n);
+    if (p.failed) p.failed[first + slot] = false;
+  }
+  return left_out;
 }
 
 }  // namespace

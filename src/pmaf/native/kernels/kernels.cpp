@@ -60,17 +60,20 @@ long backward_piece(const Backward &p, long i, int filled, double *space) {
   return solve_complement<S, F>(p, i, filled, (typename S::Number *)space);
 }
 
+// How many matrices are worked on together: as many as there are lanes for their tridiagonal matrices,
+// if all threads have enough to do.
+int group_of(long batch, double cost, int threads) {
+  const long share = cost * batch > WAKING ? batch / (2 * threads) : batch;
+  return share < 1 ? 1 : share < WIDTH ? (int)share : WIDTH;
+}
+
 // A product of complex numbers takes four multiplications.
 template <class S> constexpr double work_of = S::parts * S::parts;
 
 template <class S, class F> long forward_by(const Forward &p, int threads) {
   const double n = p.n, cost = work_of<S> * (p.M ? 3 : 1) * n * n * n + 20 * n * (1 + p.k);
   int group = Kind<typename S::Number>::lanes;
-  if (S::along_rows && !p.M && p.n <= GROUPED) {
-    // As many as there are lanes for their tridiagonal matrices, if all threads have enough to do.
-    const long share = cost * p.batch > WAKING ? p.batch / (2 * threads) : p.batch;
-    group = share < 1 ? 1 : share < WIDTH ? (int)share : WIDTH;
-  }
+  if (S::along_rows && !p.M && p.n <= GROUPED) group = group_of(p.batch, cost, threads);
   const long numbers = forward_space<S>(p.n, p.k, p.M, S::along_rows ? group : 1);
   return run<Forward>(p, forward_piece<S, F>, group, numbers * Kind<typename S::Number>::lanes, cost,
                       threads);
@@ -81,14 +84,18 @@ template <class S, class F> long backward_by(const Backward &p, int threads) {
   return run<Backward>(p, backward_piece<S, F>, lanes,
                        backward_space<S>(p.n, p.k, p.rows, p.matrix) * lanes, cost, threads);
 }
-template <class F> long reduced_piece(const Backward &p, long i, int, double *space) {
-  if (differentiate_reduction<F>(p, i, space)) return 0;
-  return solve_complement<Medium, F>(p, i, 1, space);
+template <class F> long reduced_piece(const Backward &p, long i, int filled, double *space) {
+  const unsigned left = differentiate_reductions<F>(p, i, filled, space);
+  long failed = 0;
+  for (int slot = 0; slot < filled; ++slot)
+    if (left >> slot & 1) failed += solve_complement<Medium, F>(p, i + slot, 1, space);
+  return failed;
 }
 template <class F> long reduced_backward(const Backward &p, int threads) {
   const double n = p.n, cost = (2 + 5.0 * p.k) * n * n;
-  const long fast = reduced_space<F>(p.n, p.k), slow = backward_space<Medium>(p.n, p.k, p.k, false);
-  return run<Backward>(p, reduced_piece<F>, 1, fast > slow ? fast : slow, cost, threads);
+  const int group = p.n > GROUPED ? 1 : group_of(p.batch, cost, threads);
+  const long fast = reduced_space(p.n, p.k, group), slow = backward_space<Medium>(p.n, p.k, p.k, false);
+  return run<Backward>(p, reduced_piece<F>, group, fast > slow ? fast : slow, cost, threads);
 }
 
 // A 3×3 matrix, one vector: the memory of a lane, and about as many multiplications.

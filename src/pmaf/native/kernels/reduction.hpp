@@ -60,7 +60,8 @@ struct Reduction {
   }
 };
 
-// Systems (λI − T)w = t, one in each lane, each with the λ of an eigenvector s, and w orthogonal to s.
+// Systems (λI − T)w = t, one in each lane, each with its T, the λ of an eigenvector s, and w orthogonal
+// to s.
 //
 // Without row and column r, where s is largest, λI − T falls into two blocks, and by interlacing none of
 // them is singular if λ is simple: the distance of their eigenvalues from λ is at least s[r]² times the
@@ -68,7 +69,7 @@ struct Reduction {
 // spectrum a pivot may be small, and the solution inexact: its residual shows that.
 template <class R> struct ShiftedTridiagonal {
   int n;
-  const double *d, *e;
+  const R *d, *e;
   R shift, removed;  // λ and r
   R *down, *up;      // reciprocals of the pivots of both blocks, n each
   R *spare;          // n
@@ -77,10 +78,10 @@ template <class R> struct ShiftedTridiagonal {
     const R least = all_of<R>(PIVOT), one = all_of<R>(1);
     for (int i = 0; i < n; ++i) {
       const int l = n - 1 - i;
-      R q = shift - all_of<R>(d[i]), p = shift - all_of<R>(d[l]);
+      R q = shift - d[i], p = shift - d[l];
       if (i > 0) {
-        q -= all_of<R>(e[i - 1] * e[i - 1]) * down[i - 1];
-        p -= all_of<R>(e[l] * e[l]) * up[l + 1];
+        q -= e[i - 1] * e[i - 1] * down[i - 1];
+        p -= e[l] * e[l] * up[l + 1];
       }
       down[i] = one / away_from_zero(q, least);
       up[l] = one / away_from_zero(p, least);
@@ -94,17 +95,17 @@ template <class R> struct ShiftedTridiagonal {
     below[n - 1] = t[n - 1];
     for (int i = 1; i < n; ++i) {
       const int l = n - 1 - i;
-      w[i] = t[i] + all_of<R>(e[i - 1]) * down[i - 1] * w[i - 1];
-      below[l] = t[l] + all_of<R>(e[l]) * up[l + 1] * below[l + 1];
+      w[i] = t[i] + e[i - 1] * down[i - 1] * w[i - 1];
+      below[l] = t[l] + e[l] * up[l + 1] * below[l + 1];
     }
     R next = none;
     for (int i = n - 1; i >= 0; --i) {
-      const R found = down[i] * (w[i] + (i + 1 < n ? all_of<R>(e[i]) * next : none));
+      const R found = down[i] * (w[i] + (i + 1 < n ? e[i] * next : none));
       w[i] = next = choose(all_of<R>(i) < removed, found, none);
     }
     next = none;
     for (int i = 0; i < n; ++i) {
-      const R found = up[i] * (below[i] + (i > 0 ? all_of<R>(e[i - 1]) * next : none));
+      const R found = up[i] * (below[i] + (i > 0 ? e[i - 1] * next : none));
       next = choose(all_of<R>(i) > removed, found, none);
       w[i] += next;
     }
@@ -113,9 +114,9 @@ template <class R> struct ShiftedTridiagonal {
   // rest ← t − (λI − T)w
   void residual(const R *t, const R *w, R *rest) const {
     for (int i = 0; i < n; ++i) {
-      R sum = t[i] - (shift - all_of<R>(d[i])) * w[i];
-      if (i > 0) sum += all_of<R>(e[i - 1]) * w[i - 1];
-      if (i + 1 < n) sum += all_of<R>(e[i]) * w[i + 1];
+      R sum = t[i] - (shift - d[i]) * w[i];
+      if (i > 0) sum += e[i - 1] * w[i - 1];
+      if (i + 1 < n) sum += e[i] * w[i + 1];
       rest[i] = sum;
     }
   }
