@@ -1,6 +1,7 @@
 // The functions that Python calls, the choice of an instruction set, and threads.
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <chrono>
@@ -33,6 +34,22 @@ const char *chosen_name = "baseline";
 // milliseconds beside other processes.
 using Parallel = void (*)(void (*)(void *), void *, unsigned, unsigned);
 
+long nanoseconds() {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return (long)std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+constexpr long NEVER = __LONG_MAX__;
+
+// How often this thread has lost its core to another one, as far as the system tells.
+long cores_lost() {
+#ifdef RUSAGE_THREAD
+  rusage used;
+  if (getrusage(RUSAGE_THREAD, &used) == 0) return used.ru_nivcsw;
+#endif
+  return 0;
+}
+
 // A division of work into items, which any thread may take.
 struct Team {
   long items;
@@ -40,26 +57,25 @@ struct Team {
   void *data;
   std::atomic<long> next{0}, done{0};
 
-  // Takes items until none is left, and returns how many it took.
-  long join() {
+  // Takes items until none is left, or until a time, and returns how many it took.
+  long join(long until = NEVER) {
     long taken = 0;
-    for (long i = next++; i < items; i = next++, ++taken) {
+    while (until == NEVER || nanoseconds() < until) {
+      const long i = next++;
+      if (i >= items) break;
       body(data, i);
       ++done;
+      ++taken;
     }
     return taken;
   }
 };
 
-long nanoseconds() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return (long)std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
-
-// A region of OpenMP, and whether to enter one: not for a while after one whose threads were late.
+// A region of OpenMP, and whether to enter one: not for a while after one whose threads were late, or in
+// which the caller lost its core, perhaps to one of them that still looks for work.
 //
-// The while is RARELY times as long as the caller waited for them, so that it loses at most one part
-// in RARELY of its time, however busy the machine is.
+// The while is RARELY times as long as the caller waited, so that it loses at most one part in RARELY of
+// its time, however busy the machine is.
 struct Region {
   static constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds, beyond the last items of others
   static std::atomic<long> avoided_until, entered;
@@ -67,7 +83,7 @@ struct Region {
 
   Team *team;
   std::thread::id caller = std::this_thread::get_id();
-  long begin = nanoseconds(), ready = begin, taken = 0;
+  long begin = nanoseconds(), ready = begin, taken = 0, before = cores_lost();
 
   static bool is_wise() { return !forked && nanoseconds() >= avoided_until; }
 
@@ -81,7 +97,7 @@ struct Region {
 
   void judge() const {
     const long end = nanoseconds(), item = taken ? (ready - begin) / taken : 0;
-    const long lost = end - ready - 4 * item;
+    const long lost = cores_lost() > before ? end - begin : end - ready - 4 * item;
     if (lost > LATE) avoided_until = end + RARELY * lost;
   }
 };
@@ -91,8 +107,12 @@ bool Region::forked = false;
 // Threads that help the one that calls a kernel while those of OpenMP are late.
 //
 // The caller waits for items that were taken, not for threads: if none of them gets a core, it does
-// everything itself.
+// everything itself. But a thread that loses its core to another process has always taken an item, and
+// returns after some milliseconds. So for a while after that has happened, threads help for a short
+// time only, which one that has slept gets in one piece.
 struct Helpers {
+  static constexpr long SHORT = 1'000'000, WHILE = 1'000'000'000;  // nanoseconds
+  std::atomic<long> short_until{0};
   std::mutex mutex;
   std::condition_variable called;
   std::shared_ptr<Team> team;
@@ -120,7 +140,9 @@ struct Helpers {
       seen = calls;
       const std::shared_ptr<Team> mine = team;
       lock.unlock();
-      mine->join();
+      const long begin = nanoseconds(), lost = cores_lost();
+      mine->join(begin < short_until ? begin + SHORT : NEVER);
+      if (cores_lost() > lost) short_until = nanoseconds() + WHILE;
       lock.lock();
     }
   }
