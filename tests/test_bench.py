@@ -77,6 +77,29 @@ def test_times_are_medians_of_the_runs_that_fit_the_budget(monkeypatch):
     assert next(clock, None) is None
 
 
+def test_times_are_compared_within_a_round(monkeypatch):
+    """The machine is three times slower in the second of three rounds, and in half of the first."""
+    # Two runs of each warm up.
+    speed = {"a": iter([9.0, 9.0, 1.0, 3.0, 1.0]), "b": iter([9.0, 9.0, 6.0, 6.0, 2.0])}
+    current = []
+
+    def seconds(run, device):
+        run()
+        return current[-1]
+
+    def solve(name):
+        return lambda x: current.append(next(speed[name])) or (2 * x,)
+
+    monkeypatch.setattr("pmaf_lab.bench.race.seconds", seconds)
+    x = torch.ones(3, requires_grad=True)
+    competitors = {name: Competitor(solve(name)) for name in "ab"}
+    found = race(competitors, (x,), lambda out: out[0].sum(), CPU, budget=1e9, repeats=3, turn=0)
+    assert found["a"]["forward"] == 1
+    # Its ratios are 6, 2 and 2; its median alone is 6.
+    assert found["b"]["forward"] == 2
+    assert found["b"]["backward"] == 2
+
+
 def test_a_turn_of_short_runs_has_several(monkeypatch):
     """The first run of a turn does not count, and the loss is not part of any."""
     order = []

@@ -195,7 +195,9 @@ def race(
 
     They take turns. A turn of short runs has several, and the first of them does not count, lest
     what the last competitor left behind, threads that still spin or an empty cache, be counted as
-    the time of this one.
+    the time of this one. The speed of a shared machine changes from round to round, by up to a
+    factor of two. So the times of the others are compared with those of the first competitor in the
+    same round: they are the median of these ratios, times the median of the first.
 
     Args:
         inputs: Tensors that require gradients.
@@ -207,6 +209,7 @@ def race(
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, Runs] = {}
     times: dict[str, tuple[list[float], list[float]]] = {}
+    turns: dict[str, list[Turn]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a solver that stops early shows in its error
         for name, competitor in competitors.items():
@@ -234,18 +237,41 @@ def race(
                 continue
             if not forward or forward[-1] + backward[-1] < _LONG:
                 run.again()
-            spent = 0.0
+            spent, begin = 0.0, len(forward)
             while spent == 0 or spent < turn:
                 run.again()
                 forward.append(run.forward)
                 backward.append(run.backward)
                 spent += run.forward + run.backward
-    for name, (forward, backward) in times.items():
-        results[name]["forward"] = statistics.median(forward)
-        results[name]["backward"] = (
-            statistics.median(backward) if competitors[name].differentiable else None
-        )
+            turns.setdefault(name, []).append(
+                Turn(statistics.median(forward[begin:]), statistics.median(backward[begin:]))
+            )
+    whole = {
+        name: Turn(*(statistics.median(x) for x in measured)) for name, measured in times.items()
+    }
+    first = next(iter(times), "")
+    for name, taken in whole.items():
+        rounds = list(zip(turns.get(name, []), turns.get(first, [])))
+        if name in groups[0] and name != first and len(rounds) > 1:
+            taken = Turn(*map(partial(_relative, rounds, whole[first]), range(2)))
+        results[name]["forward"] = taken.forward
+        results[name]["backward"] = taken.backward if competitors[name].differentiable else None
     return results
+
+
+class Turn(NamedTuple):
+    """Median seconds of the runs of a turn."""
+
+    forward: float
+    backward: float
+
+
+def _relative(rounds: Sequence[tuple[Turn, Turn]], first: Turn, part: int) -> float:
+    """Seconds of a pass, from its ratios to that of the first competitor in the same rounds."""
+    ratios = [turn[part] / other[part] for turn, other in rounds if other[part] > 0]
+    if not ratios:
+        return statistics.median(turn[part] for turn, _ in rounds)
+    return statistics.median(ratios) * first[part]
 
 
 # Seconds of a run beside which that does not matter.
