@@ -59,6 +59,8 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     if failed is not None:
         took("ied: common path for some")
         solve = functools.partial(solve_commonly, k=k, largest=largest)
+        good = failed.numel() - int(failed.sum())
+        problem = _reduced(torch.Size((good, *A.shape[-2:])), A.dtype, k, largest)
         vectors, values = attach_some((A, None), (vectors, values), NOTHING, problem, failed, solve)
     elif recorded:
         kept = NOTHING if reduction is None else Tridiagonal(reduction)

@@ -109,6 +109,46 @@ inline void pass_all(double *a, int n, int stride, int first, const double *v, c
     at<E>(image)[c] += at<E>(side)[c];
 }
 
+// The same for a matrix with both triangles, from the vector with column `first` on: more work, but no
+// sum along a row, which takes longer for rows of few vectors.
+template <class E, int ROWS, bool UPDATE>
+inline void pass_square(double *a, int stride, int first, int j, const double *v, const double *w,
+                        const double *next, double *image) {
+  using V = Vector<E>;
+  V vs[ROWS], ws[ROWS], ns[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    if (UPDATE) vs[r] = spread(entry<E>(v, j + r)), ws[r] = spread(entry<E>(w, j + r));
+    ns[r] = spread(entry<E>(next, j + r));
+  }
+  for (int c = vectors_before(first); c < vectors_in<E>(stride); ++c) {
+    V sum = at<E>(image)[c], vc, wc;
+    if (UPDATE) vc = conjugate(at<E>(v)[c]), wc = conjugate(at<E>(w)[c]);
+    for (int r = 0; r < ROWS; ++r) {
+      V &x = at<E>(a + (j + r) * stride)[c];
+      if (UPDATE) x -= vs[r] * wc + ws[r] * vc;
+      sum += ns[r] * conjugate(x);
+    }
+    at<E>(image)[c] = sum;
+  }
+}
+
+template <class E, bool UPDATE>
+inline void pass_squares(double *a, int n, int stride, int first, const double *v, const double *w,
+                         const double *next, double *image) {
+  constexpr int ROWS = 4 / PARTS<E>;
+  for (int c = vectors_before(first); c < vectors_in<E>(stride); ++c) at<E>(image)[c] = zeros<E>();
+  int j = first;
+  for (; j + ROWS <= n; j += ROWS)
+    pass_square<E, ROWS, UPDATE>(a, stride, first, j, v, w, next, image);
+  for (; j < n; ++j) pass_square<E, 1, UPDATE>(a, stride, first, j, v, w, next, image);
+}
+
+// The lower triangle of a matrix, but for the vectors on its diagonal, from the upper one.
+template <class E> inline void mirror_rows(double *a, int n, int stride);
+
+// Rows of at most so many vectors are reduced with both triangles.
+constexpr int SQUARE = 10;
+
 // The lanes of vector c that hold columns behind `column`.
 inline LaneMask behind(int c, int column) {
   LaneMask lanes;
@@ -126,6 +166,8 @@ inline void reduce_rows(double *a, int n, int stride, double *d, double *e, E *t
          *side = image + stride;
   const int vectors = vectors_in<E>(stride);
   for (int i = 0; i < 5 * stride; ++i) work[i] = 0;
+  const bool square = vectors <= SQUARE;
+  if (square) mirror_rows<E>(a, n, stride);
   for (int i = 0; i < n; ++i) {
     double *row = a + i * stride;
     if (i > 0) {
@@ -156,10 +198,10 @@ inline void reduce_rows(double *a, int n, int stride, double *d, double *e, E *t
         choose(one, spread(from_real<E>(1)), head * scale);
     for (int c = begin + 1; c < vectors; ++c)
       at<E>(next)[c] = at<E>(row)[c] = conjugate(at<E>(row)[c]) * scale;
-    if (i > 0)
-      pass_all<E, true>(a, n, stride, i + 1, v, w, next, image, side);
+    if (square)
+      (i > 0 ? pass_squares<E, true> : pass_squares<E, false>)(a, n, stride, i + 1, v, w, next, image);
     else
-      pass_all<E, false>(a, n, stride, i + 1, v, w, next, image, side);
+      (i > 0 ? pass_all<E, true> : pass_all<E, false>)(a, n, stride, i + 1, v, w, next, image, side);
     const E along = dot_from<E>(next, image, i + 1, stride) * (conjugate(r.tau) * 0.5);
     const V t = spread(r.tau), shift = spread(along);
     for (int c = begin; c < vectors; ++c) {
@@ -284,18 +326,23 @@ inline void turn_block(const double *a, int n, int stride, int c, int r, Vector<
   for (int x = 0; x < WIDTH; ++x) turned[x] = conjugate(turned[x]);
 }
 
+template <class E> inline void mirror_rows(double *a, int n, int stride) {
+  Vector<E> turned[WIDTH];
+  for (int r = WIDTH; r < n; r += WIDTH)
+    for (int c = 0; c < r; c += WIDTH) {
+      turn_block<E>(a, n, stride, c, r, turned);
+      for (int x = 0; x < WIDTH && r + x < n; ++x)
+        at<E>(a + (r + x) * stride)[c / WIDTH] = turned[x];
+    }
+}
+
 // A ← D^(−½)U⁻ᴴAU⁻¹D^(−½), for the factor UᴴDU of another matrix: the upper triangle and the vectors
 // on the diagonal, of both. `spare` holds n·stride numbers, `scales` holds stride numbers.
 template <class E>
 inline void congruent_rows(const double *factor, int n, int stride, const double *inverse,
                            double *a, double *spare, double *scales) {
   Vector<E> turned[WIDTH];
-  for (int r = WIDTH; r < n; r += WIDTH)  // the lower triangle
-    for (int c = 0; c < r; c += WIDTH) {
-      turn_block<E>(a, n, stride, c, r, turned);
-      for (int x = 0; x < WIDTH && r + x < n; ++x)
-        at<E>(a + (r + x) * stride)[c / WIDTH] = turned[x];
-    }
+  mirror_rows<E>(a, n, stride);
   solve_all_rows<E>(factor, n, stride, a, true);
   for (int r = 0; r < n; r += WIDTH)
     for (int c = 0; c < n; c += WIDTH) {
