@@ -46,7 +46,8 @@ CLOSE = (
 )
 LARGE_LESS = (
     "test_less_cholesky.py::test_what_float32_does_not_bound_is_proved_by_probes "
-    "test_less_cholesky.py::test_large_problems_with_a_small_or_negative_multiplier"
+    "test_less_cholesky.py::test_large_problems_with_a_small_or_negative_multiplier "
+    "test_less_cholesky.py::test_two_factors_are_enough_for_large_problems"
 )
 CHOLESKY = (
     "test_less_cholesky.py::test_value_report_and_gradient[40-20-0.3-dtype0] "

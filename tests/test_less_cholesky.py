@@ -260,6 +260,25 @@ def test_what_float32_does_not_bound_is_proved_by_probes(kind, handed, ways):
             assert toward @ side > 0.5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["inner", "hard", "zero"])
+def test_two_factors_are_enough_for_large_problems(kind, dtype, monkeypatch):
+    """A step with the second factor takes less time than another factor.
+
+    In a nearly hard case the first guess may be on the wrong side, and a third factor is needed.
+    """
+    A, b, _ = large("near", kind, dtype)
+    factor, count = torch.linalg.cholesky_ex, []
+
+    def counted(*given, **options):
+        count.append(1)
+        return factor(*given, **options)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+    pmaf.less(A, b, solver=Cholesky())
+    assert len(count) == 2
+
+
 def test_the_wrong_side_of_the_smallest_eigenvector_is_left(monkeypatch, ways):
     """The mirror image of the minimum is stationary, and the proof finds a negative curvature."""
     A, b, e = large("apart", "nearly hard", T)
