@@ -1,7 +1,7 @@
 // The functions that Python calls, the choice of an instruction set, and threads.
 #include <dlfcn.h>
 #include <pthread.h>
-#include <sys/resource.h>
+#include <time.h>
 
 #include <atomic>
 #include <chrono>
@@ -41,14 +41,17 @@ long nanoseconds() {
 
 constexpr long NEVER = __LONG_MAX__;
 
-// How often this thread has lost its core to another one, as far as the system tells.
-long cores_lost() {
-#ifdef RUSAGE_THREAD
-  rusage used;
-  if (getrusage(RUSAGE_THREAD, &used) == 0) return used.ru_nivcsw;
-#endif
-  return 0;
+// Nanoseconds in which this thread has had no core, up to a constant.
+long without_core() {
+  timespec used;
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used)) return 0;
+  return nanoseconds() - (used.tv_sec * 1'000'000'000L + used.tv_nsec);
 }
+
+// A thread that has lost its core for longer has lost it to another process, and for RARELY times as
+// long, what led to it is avoided: so at most one part in RARELY of the time is lost, however busy the
+// machine is.
+constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds
 
 // A division of work into items, which any thread may take.
 struct Team {
@@ -73,17 +76,13 @@ struct Team {
 
 // A region of OpenMP, and whether to enter one: not for a while after one whose threads were late, or in
 // which the caller lost its core, perhaps to one of them that still looks for work.
-//
-// The while is RARELY times as long as the caller waited, so that it loses at most one part in RARELY of
-// its time, however busy the machine is.
 struct Region {
-  static constexpr long RARELY = 50, LATE = 200'000;  // nanoseconds, beyond the last items of others
   static std::atomic<long> avoided_until, entered;
   static bool forked;  // such a process has none of the threads, and would wait for them for ever
 
   Team *team;
   std::thread::id caller = std::this_thread::get_id();
-  long begin = nanoseconds(), ready = begin, taken = 0, before = cores_lost();
+  long begin = nanoseconds(), ready = begin, taken = 0, before = without_core();
 
   static bool is_wise() { return !forked && nanoseconds() >= avoided_until; }
 
@@ -97,7 +96,8 @@ struct Region {
 
   void judge() const {
     const long end = nanoseconds(), item = taken ? (ready - begin) / taken : 0;
-    const long lost = cores_lost() > before ? end - begin : end - ready - 4 * item;
+    const long late = end - ready - 4 * item, away = without_core() - before;
+    const long lost = late > away ? late : away;
     if (lost > LATE) avoided_until = end + RARELY * lost;
   }
 };
@@ -111,7 +111,7 @@ bool Region::forked = false;
 // returns after some milliseconds. So for a while after that has happened, threads help for a short
 // time only, which one that has slept gets in one piece.
 struct Helpers {
-  static constexpr long SHORT = 1'000'000, WHILE = 1'000'000'000;  // nanoseconds
+  static constexpr long SHORT = 1'000'000;  // nanoseconds
   std::atomic<long> short_until{0};
   std::mutex mutex;
   std::condition_variable called;
@@ -140,9 +140,10 @@ struct Helpers {
       seen = calls;
       const std::shared_ptr<Team> mine = team;
       lock.unlock();
-      const long begin = nanoseconds(), lost = cores_lost();
+      const long begin = nanoseconds(), before = without_core();
       mine->join(begin < short_until ? begin + SHORT : NEVER);
-      if (cores_lost() > lost) short_until = nanoseconds() + WHILE;
+      const long lost = without_core() - before;
+      if (lost > LATE) short_until = nanoseconds() + RARELY * lost;
       lock.lock();
     }
   }
