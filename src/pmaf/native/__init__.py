@@ -320,6 +320,8 @@ def planned_gradient(
     """The same for a plan that is known, and vectors that a kernel has written."""
     if not A.is_contiguous() or A.is_conj() or A.is_neg():
         A = _laid_out(A)
+    if not y.is_contiguous():  # some of the entries of a batch
+        y = y.contiguous()
     v_ = d_ = 0
     if v is not None:
         if not v.is_contiguous() or v.is_conj() or v.is_neg():
