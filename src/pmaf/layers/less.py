@@ -40,12 +40,13 @@ def _small(A: Tensor, b: Tensor) -> Tensor | None:
     alike = A.shape[:-1] == b.shape != () and A.dtype == b.dtype and b.is_cpu and A.numel() > 0
     if not (alike and is_reduced_minimum(A, b.shape[:-1])) or forward_mode(A, b):
         return None
-    u, exact, _, gram, failed = native.least_squares(A.detach(), b.detach())
+    recorded = (A.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+    u, exact, _, numbers, failed = native.least_squares(A.detach(), b.detach(), recorded)
     if failed is not None:
         return None
     took("less: reduction")
-    if (A.requires_grad or b.requires_grad) and torch.is_grad_enabled():
-        u, _ = attach_found(A, b, (u, exact.to(A.dtype)), Exact(exact, gram), _UNPOSED)
+    if recorded:
+        u, _ = attach_found(A, b, (u, exact.to(A.dtype)), Exact(exact, numbers), _UNPOSED)
     return u
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 7
+_VERSION = 8
 # Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
 # of `failed`, and the number of threads.
 _FUNCTIONS = {
@@ -58,7 +58,7 @@ def _load() -> tuple[Any, str]:
     if version != _VERSION:
         return None, f"{path} is of another version of pmaf; install pmaf again"
     library.pmaf_choose.restype = ctypes.c_char_p
-    for name in ("pmaf_reduction_numbers", "pmaf_regions"):
+    for name in ("pmaf_reduction_numbers", "pmaf_minimum_numbers", "pmaf_regions"):
         getattr(library, name).restype = ctypes.c_long
     chosen = library.pmaf_choose(setting.encode()).decode()
     if setting and chosen != setting:
@@ -368,26 +368,27 @@ class Minimum(NamedTuple):
     u: Tensor  # (*, n)
     multiplier: Tensor  # (*,), float64
     gap: Tensor  # (*,), float64
-    gram: Tensor | None  # (*, p, p), float64, if it is small beside A
+    numbers: Tensor | None  # (*, p), float64, what the backward pass wants, if anything
     failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
-def least_squares(A: Tensor, b: Tensor) -> Minimum:
-    """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32."""
+def least_squares(A: Tensor, b: Tensor, keep: bool = True) -> Minimum:
+    """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32.
+
+    With `keep`, what the backward pass wants is returned too.
+    """
     A, b = _plain(A), _plain(b)
     batch, (m, n) = A.shape[:-2], A.shape[-2:]
     u = A.new_empty((*batch, n))
     multiplier, gap = (A.new_empty(batch, dtype=torch.float64) for _ in range(2))
-    p = min(m, n)
-    # At most half of the memory of A.
-    keep = 4 * p <= max(m, n)
-    gram = A.new_empty((*batch, p, p), dtype=torch.float64) if keep else None
+    wanted = _library.pmaf_minimum_numbers(m, n) if keep else 0
+    numbers = A.new_empty((*batch, wanted), dtype=torch.float64) if wanted else None
     second, _, _ = _second(n, A.dtype)
     where = A.data_ptr(), b.data_ptr(), u.data_ptr(), multiplier.data_ptr(), gap.data_ptr()
     count = batch.numel()
     sizes = _LESS_SIZES(count, m, n, second)
-    failed = _call(_LESS_FORWARD, (*where, _address(gram)), sizes, A, count)
-    return Minimum(u, multiplier, gap, gram, failed)
+    failed = _call(_LESS_FORWARD, (*where, _address(numbers)), sizes, A, count)
+    return Minimum(u, multiplier, gap, numbers, failed)
 
 
 def least_squares_gradient(
@@ -396,7 +397,7 @@ def least_squares_gradient(
     u: Tensor,
     v: Tensor,
     multiplier: Tensor,
-    gram: Tensor | None,
+    numbers: Tensor | None,
     needs: Sequence[bool],
 ) -> Gradients:
     """The gradients of `A` and `b` where they are needed, given that of `u`."""
@@ -405,7 +406,7 @@ def least_squares_gradient(
     count = A.numel() // (m * n)
     dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
     where = A.data_ptr(), b.data_ptr(), u.data_ptr(), v.data_ptr(), multiplier.data_ptr()
-    where += _address(gram), _address(dA), _address(db)
+    where += _address(numbers), _address(dA), _address(db)
     sizes = _LESS_BACKWARD_SIZES(count, m, n)
     return Gradients((dA, db), _call(_LESS_BACKWARD, where, sizes, A, count))
 

@@ -77,7 +77,7 @@ class Reduction(Solver):
         if A.shape[:-2] != batch or not takes_least_squares(A):
             return _SECULAR.solve(problem, init=init, report=report)
         took("less: reduction")
-        u, exact, gap, gram, failed = native.least_squares(A, b.expand(*batch, -1))
+        u, exact, gap, numbers, failed = native.least_squares(A, b.expand(*batch, -1))
         multiplier, gap = exact.to(A.dtype), gap.to(A.dtype)
         converged = torch.ones(batch, dtype=torch.bool, device=A.device)
         steps = torch.zeros(batch, dtype=torch.int64, device=A.device)
@@ -96,7 +96,7 @@ class Reduction(Solver):
             exact[failed] = again.multiplier.double()
         if report:
             residual = residual_of(A.double(), b.double(), u.double()).to(A.dtype)
-        return Outcome(u, multiplier, residual, gap, steps, converged, Exact(exact, gram))
+        return Outcome(u, multiplier, residual, gap, steps, converged, Exact(exact, numbers))
 
     def _eigenvectors(self, problem: Eigenvectors, report: bool) -> Outcome:
         A, k, batch = problem.matrix, problem.width, problem.batch_shape

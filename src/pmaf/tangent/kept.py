@@ -56,10 +56,14 @@ class Rate(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """What compiled kernels differentiate with: the multiplier in double precision, and `AᵀA`."""
+    """What compiled kernels differentiate least squares with.
+
+    That is the multiplier in double precision, and the reduction of `AᵀA` or `AAᵀ`, whichever is
+    smaller; or that matrix itself if it is tiny.
+    """
 
     multiplier: Tensor  # (*,), float64
-    gram: Tensor | None = None  # (*, p, p), float64, the smaller of AᵀA and AAᵀ, if it is kept
+    numbers: Tensor | None = None  # (*, p), float64, in a form of the kernels, if it is kept
 
 
 class Tridiagonal(NamedTuple):

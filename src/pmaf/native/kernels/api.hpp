@@ -51,7 +51,7 @@ struct LeastSquares {
   const float *A, *b;  // (batch, m, n), (batch, m)
   float *u;                 // (batch, n)
   double *multiplier, *gap;  // (batch)
-  double *gram;              // (batch, p, p), the smaller of AᵀA and AAᵀ, or null
+  double *kept;              // (batch, minimum_numbers(m, n)), for the backward pass, or null
   uint8_t *failed;          // (batch), or null
   long threads;
   long batch;
@@ -63,7 +63,7 @@ struct LeastSquares {
 struct LeastSquaresBackward {
   const float *A, *b, *u, *v;  // v is the gradient of u
   const double *multiplier;  // (batch)
-  const double *gram;        // (batch, p, p), or null
+  const double *kept;        // what the forward pass has kept, or null
   float *dA, *db;   // either may be null
   uint8_t *failed;  // (batch), or null
   long threads;
@@ -78,6 +78,7 @@ struct Kernels {
   long (*least_squares)(const LeastSquares &, int threads);
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
   long (*reduction_numbers)(int n, int k);  // of one real matrix; zero if none is to be kept
+  long (*minimum_numbers)(int m, int n);    // the same for least squares
 };
 
 // Calls body(data, i) for i from 0 to items − 1, by several threads.

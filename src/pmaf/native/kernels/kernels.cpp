@@ -162,7 +162,8 @@ template <class S> long least_squares_by(const LeastSquares &p, int threads) {
 }
 template <class S> long least_squares_backward_by(const LeastSquaresBackward &p, int threads) {
   using R = typename S::Number;
-  const double q = p.m < p.n ? p.m : p.n, cost = 0.5 * p.m * q * p.n + q * q * q / 4;
+  const double q = p.m < p.n ? p.m : p.n, products = 4.0 * p.m * p.n;
+  const double cost = products + (p.kept ? 5 * q * q : 0.5 * p.m * q * p.n + q * q * q / 4);
   const Piece<LeastSquaresBackward> piece = [](const LeastSquaresBackward &p, long i, int filled,
                                                double *space) {
     return differentiate_minimum<S>(p, i, filled, (R *)space);
@@ -184,6 +185,13 @@ long least_squares_backward(const LeastSquaresBackward &p, int threads) {
 
 long reduction_numbers(int n, int k) { return n > TINY ? Reduction::numbers(n, k) : 0; }
 
+// The reduction takes at most about as much memory as A. Of tiny matrices, AᵀA or AAᵀ is kept if it takes
+// at most half of that.
+long minimum_numbers(int m, int n) {
+  const long p = m < n ? m : n, q = m < n ? n : m;
+  return p > TINY ? Reduction::numbers((int)p, 1) : 4 * p <= q ? p * p : 0;
+}
+
 }  // namespace
 
 extern const Kernels PMAF_SET;
@@ -193,6 +201,7 @@ const Kernels PMAF_SET = {{forward<float>, forward<double>, complex_forward<floa
                            complex_backward<double>},
                           least_squares,
                           least_squares_backward,
-                          reduction_numbers};
+                          reduction_numbers,
+                          minimum_numbers};
 
 }  // namespace pmaf

@@ -7,6 +7,7 @@
 
 #include "api.hpp"
 #include "gram.hpp"
+#include "reduction.hpp"
 
 namespace pmaf {
 namespace {
@@ -86,8 +87,9 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   A.interleave();
   load_row<R, float>(problem.b + from * m, m, filled, m, b);
   gram<S>(A, stride, G, panel);
-  for (int i = 0; i < p && problem.gram; ++i)
-    store_row(G + i * stride, one, (long)p * p, filled, p, problem.gram + (from * p + i) * p);
+  if constexpr (!S::along_rows)
+    for (int i = 0; i < p && problem.kept; ++i)
+      store_row(G + i * stride, one, (long)p * p, filled, p, problem.kept + (from * p + i) * p);
   for (int i = 0; i < stride; ++i) c[i] = x[i] = w[i] = image[i] = lowest[i] = none;
   // In these units the largest entry of the matrix is about one.
   R largest = none;
@@ -202,8 +204,9 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   if (tall) {
     for (int i = 0; i < n; ++i) u[i] = x[i];
     if (any(hard)) {
-      S::turn_back(G, p, stride, tau, lowest);
-      add(u, height * sign_of(lowest, n, problem.second, all_of<R>(1.5e-8 * root((double)n))), lowest, n);
+      for (int i = 0; i < stride; ++i) w[i] = lowest[i];
+      S::turn_back(G, p, stride, tau, w);
+      add(u, height * sign_of(w, n, problem.second, all_of<R>(1.5e-8 * root((double)n))), w, n);
     }
   } else {
     const R factor = root(over);
@@ -238,6 +241,14 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
     }
   }
   at = choose(at <= all_of<R>(1e-290), none, at);
+  if constexpr (S::along_rows)
+    if (problem.kept) {
+      const Reduction kept(p, 1, problem.kept + from * Reduction::numbers(p, 1));
+      kept.store(G, tau, d, e);
+      for (int i = 0; i < stride; ++i) kept.row(0)[i] = lowest[i];
+      kept.values()[0] = at;
+      kept.unit() = good ? unit : 0;  // zero says that there is no solution
+    }
   store_row(u, one / root(dot(u, u, n)), n, filled, n, problem.u + from * n);
   const R multiplier = (at - floor) * unit, gap = at * unit;
   store_row(&multiplier, one, 1, filled, 1, problem.multiplier + from);
@@ -245,55 +256,82 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   return report<R>(good, from, filled, problem.failed);
 }
 
-template <class S> inline long less_backward_space(int m, int n) {
-  const long p = m < n ? m : n, stride = S::stride_of((int)p);
-  return (2 * p + PANEL) * stride + 8 * stride + 8 * (long)(m + n) + 128 +
-         Wrapped<typename S::Number>::space(m, n);
-}
+// What the backward pass is given of one problem, or of one in each lane, with r = Au for now.
+//
+// With z the solution of P(AᵀA + μI)Pz = Pv, uᵀz = 0, where P = I − uuᵀ, the gradients are Az for b and
+// −((Au − b)zᵀ + (Az)uᵀ) for A.
+template <class R> struct Tangent {
+  const Wrapped<R> &A;
+  R *u, *v, *r, mu;
 
-// With r = Au − b and z the solution of P(AᵀA + μI)Pz = Pv, uᵀz = 0, the gradients are Az for b and
-// −(rzᵀ + (Az)uᵀ) for A. The system is solved by Cholesky's factorisation.
-template <class S>
-inline long differentiate_minimum(const LeastSquaresBackward &problem, long from, int filled,
-                                  typename S::Number *space) {
-  using R = typename S::Number;
-  const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
-  const bool tall = m >= n;
-  const R one = all_of<R>(1), none = all_of<R>(0);
+  // rest ← P(v − (AᵀA + μI)z)
+  void residual(const R *z, R *image, R *rest) const {
+    A.times(z, image);
+    for (int i = 0; i < A.m; ++i) image[i] = -image[i];
+    for (int j = 0; j < A.n; ++j) rest[j] = v[j] - mu * z[j];
+    A.add_transposed(image, rest);
+    orthogonal_to(rest, u, A.n);
+  }
+
+  // z for a wide A. With f = (AAᵀ)⁻¹Av, the part of v in the range of Aᵀ is Aᵀf; there the inverse of
+  // AᵀA + μI gives Aᵀg for g = (AAᵀ + μI)⁻¹f. The rest is in the null space, where the inverse is 1/μ.
+  // In the same way, h and o follow from Au. The last two arguments are memory.
+  MaskOf<R> wide(const R *f, const R *g, const R *h, const R *o, R size, R *z, R *image, R *w) const {
+    const int m = A.m, n = A.n;
+    const R one = all_of<R>(1), none = all_of<R>(0), least = all_of<R>(EQUAL * EQUAL);
+    const MaskOf<R> unique = is_less(least * size, mu);
+    MaskOf<R> good = size == size;
+    const R s_yy = dot(o, r, m), s_vy = dot(g, r, m);
+    // If u is unique it is in the range of Aᵀ. Else all solutions of Au = b with its length are as
+    // good, and z is the shortest solution of its singular system, with w the part of u that is in the
+    // null space.
+    R along = -s_vy / s_yy, outside = none;
+    if (any(negate(unique))) {
+      for (int j = 0; j < n; ++j) w[j] = u[j];
+      for (int i = 0; i < m; ++i) image[i] = -h[i];
+      A.add_transposed(image, w);
+      const R height = dot(w, w, n), share = dot(v, w, n) / choose(unique, one, height);
+      good = both(good, either(unique, is_less(least, height)));
+      along = choose(unique, along, -share);
+      outside = choose(unique, none, (s_yy * share - s_vy) / choose(unique, one, height));
+    } else {
+      for (int j = 0; j < n; ++j) w[j] = none;
+    }
+    const R over = choose(unique, one / choose(unique, mu, one), none);
+    for (int i = 0; i < m; ++i) image[i] = g[i] + along * o[i] - over * f[i];
+    for (int j = 0; j < n; ++j) z[j] = over * v[j] + outside * w[j];
+    A.add_transposed(image, z);
+    orthogonal_to(z, u, n);
+    return good;
+  }
+};
+
+// z by Cholesky's factorisation, and where it is exact.
+template <class S, class R = typename S::Number>
+inline MaskOf<R> factor_tangent(const LeastSquaresBackward &problem, long from, int filled,
+                                const Tangent<R> &given, R *space, R *z, R *image, R *w) {
+  const Wrapped<R> &A = given.A;
+  const int m = A.m, n = A.n, p = m < n ? m : n, stride = S::stride_of(p);
+  const R none = all_of<R>(0), least = all_of<R>(EQUAL * EQUAL);
   R *G = space, *K = G + (long)p * stride, *panel = K + (long)p * stride,
     *inverse = panel + (long)PANEL * stride, *other = inverse + stride, *f = other + stride,
-    *g = f + stride, *h = g + stride, *o = h + stride, *b = o + stride + 8, *r = b + m + 8,
-    *u = r + m + 8, *v = u + n + 8, *z = v + n + 8, *w = z + n + 8, *image = w + n + 8;
-  Wrapped<R> A{problem.A + from * m * n, m, n, filled, image + m + 8};
-  A.interleave();
-  load_row<R, float>(problem.b + from * m, m, filled, m, b);
-  load_row<R, float>(problem.u + from * n, n, filled, n, u);
-  load_row<R, float>(problem.v + from * n, n, filled, n, v);
-  R mu;
-  load_row<R, double>(problem.multiplier + from, 1, filled, 1, &mu);
-  const R length = one / root(dot(u, u, n));
-  for (int i = 0; i < n; ++i) u[i] *= length;
-  orthogonal_to(v, u, n);
-  A.times(u, r);
-  if (problem.gram) {
-    for (int i = 0; i < p; ++i) {
-      load_row<R, double>(problem.gram + (from * p + i) * p, (long)p * p, filled, p, G + i * stride);
-      for (int j = p; j < stride; ++j) G[i * stride + j] = none;
-    }
-  } else {
+    *g = f + stride, *h = g + stride, *o = h + stride;
+  if (problem.kept && !S::along_rows)
+    for (int i = 0; i < p; ++i)
+      load_row<R, double>(problem.kept + (from * p + i) * p, (long)p * p, filled, p, G + i * stride);
+  else
     gram<S>(A, stride, G, panel);
-  }
   R size = none;
   for (int i = 0; i < p; ++i) size += G[i * stride + i];
   size /= all_of<R>(p);
   MaskOf<R> good = size == size;
-  const R least = all_of<R>(EQUAL * EQUAL);
-  if (tall) {
-    for (int i = 0; i < stride; ++i) inverse[i] = f[i] = g[i] = h[i] = none;
+  for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = h[i] = o[i] = none;
+  if (m >= n) {
+    const R *u = given.u, *v = given.v;
     for (int i = 0; i < n; ++i) f[i] = u[i];
     for (int i = 0; i < n; ++i) {
       add(G + i * stride, size * f[i], f, p);
-      G[i * stride + i] += mu;
+      G[i * stride + i] += given.mu;
     }
     good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
     for (int i = 0; i < n; ++i) g[i] = v[i], h[i] = u[i];
@@ -306,47 +344,177 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
     // ‖K⁻¹z‖/‖z‖ shows how close to singular the system is where that matters.
     S::solve(G, p, stride, inverse, g);
     for (int i = 0; i < n; ++i) h[i] = z[i];
-    good = both(good, dot(g, g, p) * least * size * least * size <= dot(h, h, p));
-  } else {
-    // With f = (AAᵀ)⁻¹Ax, the part of x in the range of Aᵀ is Aᵀf; there the inverse of AᵀA + μI gives
-    // Aᵀ(AAᵀ + μI)⁻¹f. The rest is in the null space, where the inverse is 1/μ.
-    for (int i = 0; i < stride; ++i) inverse[i] = other[i] = f[i] = g[i] = h[i] = o[i] = none;
-    for (int i = 0; i < p * stride; ++i) K[i] = G[i];
-    for (int i = 0; i < p; ++i) K[i * stride + i] += mu;
-    good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
-    good = both(good, S::factor(K, p, stride, other, all_of<R>(EPS * EPS) * size));
-    const MaskOf<R> unique = mu > least * size;
-    const auto split = [&](const R *image, R *part, R *inside) {
-      for (int i = 0; i < m; ++i) part[i] = image[i];
-      S::solve(G, p, stride, inverse, part);
-      for (int i = 0; i < m; ++i) inside[i] = part[i];
-      S::solve(K, p, stride, other, inside);
-    };
-    A.times(v, image);
-    split(image, f, g);
-    split(r, h, o);
-    const R s_yy = dot(o, r, m), s_vy = dot(g, r, m);
-    // If u is unique it is in the range of Aᵀ. Else all solutions of Au = b with its length are as
-    // good, and z is the shortest solution of its singular system, with w the part of u that is in the
-    // null space.
-    R along = -s_vy / s_yy, outside = none;
-    if (any(negate(unique))) {
-      for (int j = 0; j < n; ++j) w[j] = u[j];
-      for (int i = 0; i < m; ++i) image[i] = -h[i];
-      A.add_transposed(image, w);
-      const R height = dot(w, w, n), share = dot(v, w, n) / choose(unique, one, height);
-      good = both(good, either(unique, height > least));
-      along = choose(unique, along, -share);
-      outside = choose(unique, none, (s_yy * share - s_vy) / choose(unique, one, height));
-    } else {
-      for (int j = 0; j < n; ++j) w[j] = none;
-    }
-    const R over = choose(unique, one / choose(unique, mu, one), none);
-    for (int i = 0; i < m; ++i) image[i] = g[i] + along * o[i] - over * f[i];
-    for (int j = 0; j < n; ++j) z[j] = over * v[j] + outside * w[j];
-    A.add_transposed(image, z);
-    orthogonal_to(z, u, n);
+    return both(good, dot(g, g, p) * least * size * least * size <= dot(h, h, p));
   }
+  for (int i = 0; i < p * stride; ++i) K[i] = G[i];
+  for (int i = 0; i < p; ++i) K[i * stride + i] += given.mu;
+  good = both(good, S::factor(G, p, stride, inverse, all_of<R>(EPS * EPS) * size));
+  good = both(good, S::factor(K, p, stride, other, all_of<R>(EPS * EPS) * size));
+  const auto split = [&](const R *x, R *part, R *inside) {
+    for (int i = 0; i < m; ++i) part[i] = x[i];
+    S::solve(G, p, stride, inverse, part);
+    for (int i = 0; i < m; ++i) inside[i] = part[i];
+    S::solve(K, p, stride, other, inside);
+  };
+  A.times(given.v, image);
+  split(image, f, g);
+  split(given.r, h, o);
+  return both(good, given.wide(f, g, h, o, size, z, image, w));
+}
+
+// z by the reduction that the forward pass has kept, in coordinates of T, in which systems take O(n).
+struct ReducedTangent {
+  static constexpr int ROWS = 12;  // of memory
+  // Up to this condition number of a system, its solution has all digits of float.
+  static constexpr double EXACT = 1e7;
+
+  const Reduction kept;
+  double *memory;
+  Tridiagonal<double> t{};
+  double at = kept.values()[0], unit = kept.unit();
+
+  ReducedTangent(const Reduction &kept, double *memory) : kept(kept), memory(memory) {
+    t.n = kept.n, t.d = kept.d(), t.e = kept.e(), t.e2 = row(0);
+    t.prepare();
+  }
+  double *row(int i) const { return memory + (long)i * kept.stride; }
+  double dot(const double *x, const double *y) const {
+    return dot_from<double>(x, y, 0, kept.stride);
+  }
+  void add(double *x, double factor, const double *y) const {
+    add_from<double>(x, factor, y, 0, kept.stride);
+  }
+  void copy(const double *from, double *to) const {
+    for (int i = 0; i < kept.n; ++i) to[i] = from[i];
+    for (int i = kept.n; i < kept.stride; ++i) to[i] = 0;
+  }
+  Twisted<double> system(int twist) const {
+    return {t, (double)twist, row(8), row(9), row(10), row(11), 0, 0};
+  }
+  // The mean of the eigenvalues, `floor` of which is not in T.
+  double mean(double floor) const {
+    for (int i = 0; i < t.n; ++i) floor += t.d[i] / t.n;
+    return floor;
+  }
+
+  // For a tall A, of which T is AᵀA less its lowest eigenvalue. With s the lowest eigenvector, and x_u
+  // and x_v the solutions for u and v on its complement, z = ζs + x_v − νx_u. Two equations are left for
+  // ζ and ν, which have a solution in hard cases too.
+  bool tall(const Tangent<double> &given, double *z, double *image) const {
+    const int n = kept.n;
+    const double *s = kept.row(0);
+    double *f = row(1), *g = row(2), *x_u = row(3), *x_v = row(4), *x = row(5), *y = row(6);
+    copy(given.u, f), copy(given.v, g);
+    kept.turn(f, 2);
+    int twist = 0;
+    for (int i = 1; i < n; ++i)
+      if (size_of(s[i]) > size_of(s[twist])) twist = i;
+    Twisted<double> shifted = system(twist);
+    shifted.prepare(at);
+    const auto solve = [&](double *right, double *found) {
+      const double along = dot(right, s);
+      add(right, -along, s);
+      add(right, -dot(right, s), s);
+      shifted.solve(right, found);
+      for (int i = n; i < kept.stride; ++i) found[i] = 0;
+      add(found, -dot(found, s), s);
+      return along;
+    };
+    const double beta = solve(f, x_u), q = dot(f, x_u), whole = at * q + beta * beta;
+    const auto tangent = [&](double *right, double *found) {
+      const double along = solve(right, x_v), w = dot(f, x_v);
+      for (int i = 0; i < kept.stride; ++i) found[i] = x_v[i];
+      add(found, -(at * w + beta * along) / whole, x_u);
+      add(found, (along * q - beta * w) / whole, s);
+      // Rounding has left a part along u, which is f + βs.
+      const double rest = dot(found, f) + beta * dot(found, s);
+      add(found, -rest, f);
+      add(found, -rest * beta, s);
+    };
+    tangent(g, x);
+    copy(x, g);
+    tangent(g, y);
+    const double length = dot(x, x), size = mean(at - given.mu / unit);
+    const double growth = size * size * dot(y, y);
+    kept.turn_back(x, 1);
+    for (int i = 0; i < n; ++i) z[i] = x[i] / unit;
+    if (growth > EXACT * EXACT * length) {
+      // T has an error of rounding, relative to ‖A‖²; products with A have a smaller one.
+      given.residual(z, image, x);
+      copy(x, g);
+      kept.turn(g, 1);
+      tangent(g, x);
+      kept.turn_back(x, 1);
+      for (int i = 0; i < n; ++i) z[i] += x[i] / unit;
+    }
+    return whole > 0 && growth * EQUAL * EQUAL * EQUAL * EQUAL <= length;
+  }
+
+  bool wide(const Tangent<double> &given, double *z, double *image, double *w) const {
+    const int m = kept.n;
+    Twisted<double> shifted = system(m - 1);
+    const double size = mean(0), most = EXACT / size;
+    bool exact = true;
+    const auto split = [&](const double *x, double *part) {
+      double *right = row(7), *inside = part + kept.stride;
+      copy(x, right);
+      kept.turn(right, 1);
+      shifted.prepare(0);
+      shifted.solve(right, part);
+      // T has an error of rounding, relative to its largest eigenvalue: if that matters, a factor of AAᵀ
+      // is more exact.
+      shifted.solve(part, right);
+      for (int i = m; i < kept.stride; ++i) part[i] = right[i] = 0;
+      exact = exact && dot(right, right) <= most * most * dot(part, part);
+      shifted.prepare(at);
+      shifted.solve(part, inside);
+      for (int i = m; i < kept.stride; ++i) inside[i] = 0;
+      kept.turn_back(part, 2);
+      for (int i = 0; i < m; ++i) part[i] /= unit, inside[i] /= unit * unit;
+    };
+    given.A.times(given.v, image);
+    split(image, row(1));
+    split(given.r, row(3));
+    return exact && given.wide(row(1), row(2), row(3), row(4), size * unit, z, image, w);
+  }
+};
+
+template <class S> inline long less_backward_space(int m, int n) {
+  const long p = m < n ? m : n, stride = S::stride_of((int)p);
+  return (2 * p + PANEL) * stride + ReducedTangent::ROWS * stride + 8 * (long)(m + n) + 128 +
+         Wrapped<typename S::Number>::space(m, n);
+}
+
+template <class S>
+inline long differentiate_minimum(const LeastSquaresBackward &problem, long from, int filled,
+                                  typename S::Number *space) {
+  using R = typename S::Number;
+  const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
+  const R one = all_of<R>(1);
+  R *b = space + (2 * p + PANEL + ReducedTangent::ROWS) * (long)stride, *r = b + m + 8,
+    *u = r + m + 8, *v = u + n + 8, *z = v + n + 8, *w = z + n + 8, *image = w + n + 8;
+  Wrapped<R> A{problem.A + from * m * n, m, n, filled, image + m + 8};
+  A.interleave();
+  load_row<R, float>(problem.b + from * m, m, filled, m, b);
+  load_row<R, float>(problem.u + from * n, n, filled, n, u);
+  load_row<R, float>(problem.v + from * n, n, filled, n, v);
+  R mu;
+  load_row<R, double>(problem.multiplier + from, 1, filled, 1, &mu);
+  const R length = one / root(dot(u, u, n));
+  for (int i = 0; i < n; ++i) u[i] *= length;
+  orthogonal_to(v, u, n);
+  A.times(u, r);
+  const Tangent<R> given{A, u, v, r, mu};
+  bool solved = false;
+  if constexpr (S::along_rows)
+    if (problem.kept) {
+      // The kept numbers are read alone.
+      const Reduction kept(p, 1, const_cast<double *>(problem.kept) + from * Reduction::numbers(p, 1));
+      const ReducedTangent reduced(kept, space);
+      solved = kept.unit() > 0 && (m >= n ? reduced.tall(given, z, image) : reduced.wide(given, z, image, w));
+    }
+  MaskOf<R> good = one == one;
+  if (!solved) good = factor_tangent<S>(problem, from, filled, given, space, z, image, w);
   A.times(z, image);
   for (int i = 0; i < m; ++i) r[i] -= b[i];
   if (problem.db) store_row(image, one, m, filled, m, problem.db + from * m);

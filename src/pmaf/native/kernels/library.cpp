@@ -211,7 +211,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below, and of the structures that they are given.
-EXPORT int pmaf_version() { return 7; }
+EXPORT int pmaf_version() { return 8; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -249,6 +249,8 @@ EXPORT long pmaf_less_backward(const pmaf::LeastSquaresBackward *p) {
 EXPORT long pmaf_reduction_numbers(int n, int k) {
   return pmaf::chosen->reduction_numbers(n, k);
 }
+// The same for the backward pass of least squares, for each matrix (m, n).
+EXPORT long pmaf_minimum_numbers(int m, int n) { return pmaf::chosen->minimum_numbers(m, n); }
 
 // Says that the process from which this one was forked has not used OpenMP: then no thread is missing.
 EXPORT void pmaf_forked_early() { pmaf::Region::forked = false; }

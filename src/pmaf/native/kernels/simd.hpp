@@ -158,6 +158,7 @@ inline LaneMask is_less(Lanes x, Lanes y) { return x < y; }
 inline LaneMask is_at_most(Lanes x, Lanes y) { return x <= y; }
 inline LaneMask is_equal(Lanes x, Lanes y) { return x == y; }
 #endif
+inline bool is_less(double x, double y) { return x < y; }
 inline TwinMasks operator<(Twins x, Twins y) { return {is_less(x.a, y.a), is_less(x.b, y.b)}; }
 inline TwinMasks operator>(Twins x, Twins y) { return y < x; }
 inline TwinMasks operator<=(Twins x, Twins y) {
