@@ -295,6 +295,100 @@ def test_gradients_of_least_squares(family, m, n):
         assert (error <= 64 * eps * (1 + condition) * size).all()
 
 
+KEPT_MINIMA = ["simple", "close", "nearly singular", "singular"]
+
+
+def kept_minima(m, n, spectrum, kind, scale):
+    """Problems whose smallest singular value is by itself, and whose b makes them of a kind."""
+    g = torch.Generator().manual_seed(m + n)
+    p, batch = min(m, n), 9
+    left, right = (
+        torch.linalg.qr(torch.randn(batch, size, p, generator=g, dtype=T)).Q for size in (m, n)
+    )
+    s = torch.linspace(2, 1, p, dtype=T)
+    if spectrum == "close":
+        s[-2] = 1 + 1e-4
+    elif m >= n:
+        s[-1] = {"simple": 1.0, "nearly singular": 1e-3, "singular": 0.0}[spectrum]
+    parts = torch.randn(batch, p, generator=g, dtype=T)
+    if kind == "hard":
+        parts[:, -1] = 0
+    parts *= {"inner": 0.5, "outer": 3.0, "hard": 0.5, "zero": 0.0}[kind] / norms(parts)
+    A, b = (left * s) @ right.mT, (left @ (s * parts).unsqueeze(-1)).squeeze(-1)
+    v = torch.randn(batch, n, generator=g)
+    return (scale * A).float(), (scale * b).float(), v
+
+
+def norms(x):
+    return x.flatten(1).norm(dim=1)[:, None]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e9, 1e-12])
+@pytest.mark.parametrize("kind", ["inner", "outer", "hard", "zero"])
+@pytest.mark.parametrize("spectrum", KEPT_MINIMA)
+@pytest.mark.parametrize(("m", "n"), [(17, 17), (40, 18), (64, 33), (17, 40), (20, 21)])
+def test_gradients_from_the_reduction_of_least_squares(m, n, spectrum, kind, scale):
+    """Against its linear system, solved in double precision at the same u."""
+    A, b, v = kept_minima(m, n, spectrum, kind, scale)
+    u, multiplier, _, numbers, failed = native.least_squares(A, b)
+    assert failed is None
+    found = native.least_squares_gradient(A, b, u, v, multiplier, numbers, (True, True))
+    assert found.failed is None
+    # In units of the scale.
+    W, c, mu = A.double() / scale, b.double() / scale, multiplier[:, None, None] / scale**2
+    y = u.double() / norms(u.double())
+    P = torch.eye(n, dtype=T) - y.unsqueeze(-1) * y.unsqueeze(-2)
+    H = W.mT @ W + mu * torch.eye(n, dtype=T)
+    # Where there are many minimisers the system is singular, and the shortest solution counts.
+    inverse = torch.linalg.pinv(P @ H @ P, rtol=1e-9, hermitian=True)
+    z = (inverse @ v.double().unsqueeze(-1)).squeeze(-1)
+    image, r = (W @ z.unsqueeze(-1)).squeeze(-1), (W @ y.unsqueeze(-1)).squeeze(-1) - c
+    dA = -(r.unsqueeze(-1) * z.unsqueeze(-2) + image.unsqueeze(-1) * y.unsqueeze(-2))
+    # The results are rounded; before that there are errors of two solutions in double precision.
+    bounds, norm = torch.linalg.matrix_norm(inverse, 2), torch.linalg.matrix_norm(H, 2)
+    rounding = 64 * n * torch.finfo(T).eps * (bounds * norm).unsqueeze(-1)
+    size = (torch.linalg.matrix_norm(W, 2).unsqueeze(-1) + norms(r)) * norms(z)
+    for x, exact in zip(found.tensors, (dA, image), strict=True):
+        error = norms(scale * x.double() - exact)
+        assert (error <= torch.finfo(x.dtype).eps * norms(exact) + rounding * size).all()
+
+
+@pytest.mark.parametrize(("m", "n"), [(40, 20), (20, 40)])
+def test_the_reduction_of_least_squares_is_what_is_differentiated(m, n):
+    """One that is marked as missing is replaced by a factor, with the same result; others are used.
+
+    What is kept serves every backward pass, and is not written to.
+    """
+    A, b, v = kept_minima(m, n, "simple", "outer", 1.0)
+    u, multiplier, _, numbers, _ = native.least_squares(A, b)
+    before = numbers.clone()
+
+    def gradients(kept):
+        return native.least_squares_gradient(A, b, u, v, multiplier, kept, (True, True)).tensors
+
+    found = gradients(numbers)
+    assert all(torch.equal(x, y) for x, y in zip(found, gradients(numbers), strict=True))
+    assert torch.equal(numbers, before)
+    missing = native.least_squares(torch.full_like(A, torch.nan), b)
+    assert missing.failed is not None
+    for kept in (missing.numbers, None):
+        for x, y in zip(found, gradients(kept), strict=True):
+            assert (norms((x - y).double()) <= 4 * torch.finfo(x.dtype).eps * norms(y)).all()
+    other = native.least_squares(2 * A, b).numbers
+    assert not torch.allclose(gradients(other)[0], found[0], rtol=1e-2)
+
+
+def test_no_reduction_of_least_squares_is_kept_without_a_graph(monkeypatch):
+    A, b, _ = kept_minima(40, 20, "simple", "outer", 1.0)
+    asked, solve = [], native.least_squares
+    monkeypatch.setattr(native, "least_squares", lambda *x: asked.append(x[2]) or solve(*x))
+    pmaf.less(A, b)
+    with torch.no_grad():
+        pmaf.less(A.requires_grad_(), b)
+    pmaf.less(A, b)
+    assert asked == [False, False, True]
+
+
 @pytest.mark.parametrize(("m", "n"), [(6, 4), (3, 5)])
 def test_gradients_of_least_squares_that_fail_take_the_common_path_alone(m, n, caplog):
     """Every u is a minimiser for a matrix of zeros."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pmaf.operators.base import Operator
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import is_reduced_minimum
+from pmaf.solvers.auto import are_reduced_columns
 from pmaf.tangent.kept import Exact
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
@@ -35,19 +36,31 @@ def _small(A: Tensor, b: Tensor) -> Tensor | None:
     where the common forward pass is needed: for other tensors, and for entries that the kernels do
     not solve, or that are not finite.
     """
-    if not plain(b):  # asked first, so that a trace compares no sizes
+    if not (plain(A) and plain(b)) or forward_mode(A, b):  # asked first: a trace compares no sizes
         return None
-    alike = A.shape[:-1] == b.shape != () and A.dtype == b.dtype and b.is_cpu and A.numel() > 0
-    if not (alike and is_reduced_minimum(A, b.shape[:-1])) or forward_mode(A, b):
+    if not (A.is_cpu and b.is_cpu and A.layout is b.layout is _STRIDED):
+        return None
+    if not _is_reduced(A.shape, b.shape, A.dtype, b.dtype):
         return None
     recorded = (A.requires_grad or b.requires_grad) and torch.is_grad_enabled()
-    u, exact, _, numbers, failed = native.least_squares(A.detach(), b.detach(), recorded)
+    u, multiplier, _, numbers, failed = native.least_squares(A, b, recorded)
     if failed is not None:
         return None
     took("less: reduction")
     if recorded:
-        u, _ = attach_found(A, b, (u, exact.to(A.dtype)), Exact(exact, numbers), _UNPOSED)
+        u, _ = attach_found(A, b, (u, multiplier), Exact(multiplier, numbers), _UNPOSED)
     return u
+
+
+_STRIDED = torch.strided
+
+
+# What follows from the shapes is found once for all calls with tensors of these shapes.
+@functools.lru_cache(maxsize=1024)
+def _is_reduced(A: torch.Size, b: torch.Size, dtype: torch.dtype, other_dtype: torch.dtype) -> bool:
+    """Whether compiled kernels are used for tensors of these shapes."""
+    alike = len(A) > 1 and A[:-1] == b and dtype == other_dtype and A.numel() > 0
+    return alike and native.available and dtype == torch.float32 and are_reduced_columns(*A[-2:])
 
 
 def less(

@@ -372,23 +372,52 @@ class Minimum(NamedTuple):
     failed: Tensor | None  # (*,) bool, None if all have succeeded
 
 
+class MinimumPlan(NamedTuple):
+    """What both passes are given besides addresses, and the sizes of what they return."""
+
+    sizes: bytes
+    reverse: bytes
+    problems: int
+    u: tuple[Any, ...]
+    each: tuple[Any, ...]
+    numbers: tuple[int, ...] | None  # of what is kept, None if that is nothing
+    second: Any  # memory that `sizes` refers to
+
+
+@functools.lru_cache(maxsize=1024)
+def minimum_plan(shape: torch.Size, dtype: torch.dtype) -> MinimumPlan:
+    """Everything about a call of `least_squares` that follows from these."""
+    *batch, m, n = shape
+    count, wanted = math.prod(batch), _library.pmaf_minimum_numbers(m, n)
+    second, memory, _ = _second(n, dtype)
+    return MinimumPlan(
+        _LESS_SIZES(count, m, n, second),
+        _LESS_BACKWARD_SIZES(count, m, n),
+        count,
+        (*batch, n),
+        (*batch,) or ((),),
+        (*batch, wanted) if wanted else None,
+        memory,
+    )
+
+
 def least_squares(A: Tensor, b: Tensor, keep: bool = True) -> Minimum:
     """The minimiser of `‖Au − b‖` on the unit sphere, for `(*, m, n)` and `(*, m)` of float32.
 
     With `keep`, what the backward pass wants is returned too.
     """
     A, b = _plain(A), _plain(b)
-    batch, (m, n) = A.shape[:-2], A.shape[-2:]
-    u = A.new_empty((*batch, n))
-    multiplier, gap = (A.new_empty(batch, dtype=torch.float64) for _ in range(2))
-    wanted = _library.pmaf_minimum_numbers(m, n) if keep else 0
-    numbers = A.new_empty((*batch, wanted), dtype=torch.float64) if wanted else None
-    second, _, _ = _second(n, A.dtype)
-    where = A.data_ptr(), b.data_ptr(), u.data_ptr(), multiplier.data_ptr(), gap.data_ptr()
-    count = batch.numel()
-    sizes = _LESS_SIZES(count, m, n, second)
-    failed = _call(_LESS_FORWARD, (*where, _address(numbers)), sizes, A, count)
-    return Minimum(u, multiplier, gap, numbers, failed)
+    plan = minimum_plan(A.shape, A.dtype)
+    u = A.new_empty(*plan.u)
+    multiplier = A.new_empty(*plan.each, dtype=torch.float64)
+    gap = torch.empty_like(multiplier)
+    numbers, kept = None, 0
+    if keep and plan.numbers is not None:
+        numbers = A.new_empty(plan.numbers, dtype=torch.float64)
+        kept = numbers.data_ptr()
+    where = A.data_ptr(), b.data_ptr(), u.data_ptr(), multiplier.data_ptr(), gap.data_ptr(), kept
+    failed = _call(_LESS_FORWARD, where, plan.sizes, A, plan.problems)
+    return _named(Minimum, (u, multiplier, gap, numbers, failed))
 
 
 def least_squares_gradient(
@@ -401,14 +430,22 @@ def least_squares_gradient(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gradients of `A` and `b` where they are needed, given that of `u`."""
-    A, b, u, v = (_plain(x) for x in (A, b, u, v))
-    m, n = A.shape[-2:]
-    count = A.numel() // (m * n)
-    dA, db = (torch.empty_like(x) if need else None for x, need in zip((A, b), needs))
-    where = A.data_ptr(), b.data_ptr(), u.data_ptr(), v.data_ptr(), multiplier.data_ptr()
-    where += _address(numbers), _address(dA), _address(db)
-    sizes = _LESS_BACKWARD_SIZES(count, m, n)
-    return Gradients((dA, db), _call(_LESS_BACKWARD, where, sizes, A, count))
+    A, b, u, v = _plain(A), _plain(b), _plain(u), _plain(v)
+    plan = minimum_plan(A.shape, A.dtype)
+    dA = torch.empty_like(A) if needs[0] else None
+    db = torch.empty_like(b) if needs[1] else None
+    where = (
+        A.data_ptr(),
+        b.data_ptr(),
+        u.data_ptr(),
+        v.data_ptr(),
+        multiplier.data_ptr(),
+        _address(numbers),
+        _address(dA),
+        _address(db),
+    )
+    failed = _call(_LESS_BACKWARD, where, plan.reverse, A, plan.problems)
+    return _named(Gradients, ((dA, db), failed))
 
 
 def _laid_out(A: Tensor) -> Tensor:

@@ -70,8 +70,13 @@ def best_minimum(problem: Any) -> Solver:
 
 def is_reduced_minimum(A: Tensor, batch: torch.Size) -> bool:
     """Whether compiled kernels are the fastest for a batch of least squares with `A`."""
-    small = min(A.shape[-2:]) <= _REDUCED_COLUMNS and A.shape[:-2] == batch
+    small = are_reduced_columns(*A.shape[-2:]) and A.shape[:-2] == batch
     return small and plain(A) and takes_least_squares(A)
+
+
+def are_reduced_columns(m: int, n: int) -> bool:
+    """The same for matrices of this shape, if there are kernels for them."""
+    return min(m, n) <= _REDUCED_COLUMNS
 
 
 def best_least_squares(problem: Any) -> Solver:

@@ -40,12 +40,13 @@ class Reduction(Solver):
 
     It needs the compiled kernels (`pmaf info` says whether there are any), and a plain tensor on
     the CPU. `Dense()` solves everything else, and the batch entries without a proof. Nothing is
-    kept: a Cholesky factorisation solves the system of the backward pass. The default call of
-    `pmaf.ied` keeps the reduction itself, from 17 rows on.
+    kept of eigenvectors: a Cholesky factorisation solves the system of the backward pass. The
+    default call of `pmaf.ied` keeps the reduction itself, from 17 rows on.
 
     For least squares in float32, the smaller of `AᵀA` and `AAᵀ` is reduced, and every step of the
-    secular equation takes O(n). `Secular()` solves everything else: other dtypes, matrices that
-    many problems share, and batch entries in which the lowest singular value repeats.
+    secular equation takes O(n). The backward pass uses the reduction, from 17 rows or columns on.
+    `Secular()` solves everything else: other dtypes, matrices that many problems share, and batch
+    entries in which the lowest singular value repeats.
 
     For right singular vectors in float32, `AᵀA` is formed and reduced in double precision; `SVD()`
     solves everything else.

@@ -6,6 +6,36 @@
 namespace pmaf {
 namespace {
 
+constexpr int BLOCK = 4;  // rows of one matrix that are multiplied at a time
+
+// image ← the products of so many rows of n numbers with x
+template <int ROWS> inline void rows_times(const float *A, int n, const double *x, double *image) {
+  Lanes sums[ROWS];
+  for (int i = 0; i < ROWS; ++i) sums[i] = all_of<Lanes>(0);
+  int j = 0;
+  for (; j + WIDTH <= n; j += WIDTH) {
+    const Lanes right = *(const Unaligned *)(x + j);
+    for (int i = 0; i < ROWS; ++i) sums[i] += load_vector(A + (long)i * n + j) * right;
+  }
+  for (int i = 0; i < ROWS; ++i) {
+    double sum = total(sums[i]);
+    for (int l = j; l < n; ++l) sum += A[(long)i * n + l] * x[l];
+    image[i] = sum;
+  }
+}
+
+// y ← y + the sum of so many rows, times the numbers x
+template <int ROWS> inline void add_rows(const float *A, int n, const double *x, double *y) {
+  int j = 0;
+  for (; j + WIDTH <= n; j += WIDTH) {
+    Lanes sum = *(const Unaligned *)(y + j);
+    for (int i = 0; i < ROWS; ++i) sum += all_of<Lanes>(x[i]) * load_vector(A + (long)i * n + j);
+    *(Unaligned *)(y + j) = sum;
+  }
+  for (; j < n; ++j)
+    for (int i = 0; i < ROWS; ++i) y[j] += A[(long)i * n + j] * x[i];
+}
+
 // Matrices (m, n) of float, one in each lane. Unused lanes repeat the first matrix.
 template <class R> struct Wrapped {
   const float *A;
@@ -28,38 +58,34 @@ template <class R> struct Wrapped {
   }
   // The product of row i with x.
   R along(int i, const R *x) const {
-    R sum = all_of<R>(0);
-    int j = 0;
-    if constexpr (Kind<R>::lanes == 1) {
-      const float *row = A + (long)i * n;
-      Lanes sums = all_of<Lanes>(0);
-      for (; j + WIDTH <= n; j += WIDTH)
-        sums += __builtin_convertvector(*(const Halves *)(row + j), Lanes) *
-                *(const Unaligned *)(x + j);
-      sum = total(sums);
-    }
     if (copy) return dot(copy + (long)i * n, x, n);
-    for (; j < n; ++j) sum += at(i, j) * x[j];
+    R sum = all_of<R>(0);
+    for (int j = 0; j < n; ++j) sum += at(i, j) * x[j];
     return sum;
   }
   // y ← y + factor times row i
   void add_row(int i, R factor, R *y) const {
-    int j = 0;
-    if constexpr (Kind<R>::lanes == 1) {
-      const float *row = A + (long)i * n;
-      const Lanes f = all_of<Lanes>(factor);
-      for (; j + WIDTH <= n; j += WIDTH)
-        *(Unaligned *)(y + j) += f * __builtin_convertvector(*(const Halves *)(row + j), Lanes);
-    }
     if (copy) return add(y, factor, copy + (long)i * n, n);
-    for (; j < n; ++j) y[j] += at(i, j) * factor;
+    for (int j = 0; j < n; ++j) y[j] += at(i, j) * factor;
   }
   // image ← Ax
   void times(const R *x, R *image) const {
+    if constexpr (Kind<R>::lanes == 1) {
+      int i = 0;
+      for (; i + BLOCK <= m; i += BLOCK) rows_times<BLOCK>(A + (long)i * n, n, x, image + i);
+      for (; i < m; ++i) rows_times<1>(A + (long)i * n, n, x, image + i);
+      return;
+    }
     for (int i = 0; i < m; ++i) image[i] = along(i, x);
   }
   // image ← image + Aᵀx
   void add_transposed(const R *x, R *image) const {
+    if constexpr (Kind<R>::lanes == 1) {
+      int i = 0;
+      for (; i + BLOCK <= m; i += BLOCK) add_rows<BLOCK>(A + (long)i * n, n, x + i, image);
+      for (; i < m; ++i) add_rows<1>(A + (long)i * n, n, x + i, image);
+      return;
+    }
     for (int i = 0; i < m; ++i) add_row(i, x[i], image);
   }
 };

@@ -151,6 +151,9 @@ template <class F> long complex_backward(const Backward &p, int threads) {
   return backward_by<Tiny<0, Complex<Twins>>, F>(p, threads);
 }
 
+// Entries up to which twice as many matrices as there are lanes are differentiated at a time.
+constexpr int SHARED = 256;
+
 template <class S> long least_squares_by(const LeastSquares &p, int threads) {
   using R = typename S::Number;
   const double q = p.m < p.n ? p.m : p.n, cost = 0.5 * p.m * q * p.n + q * q * q + 100 * q;
@@ -175,12 +178,14 @@ template <class S> long least_squares_backward_by(const LeastSquaresBackward &p,
 long least_squares(const LeastSquares &p, int threads) {
   if (p.m > TINY && p.n > TINY) return least_squares_by<Medium>(p, threads);
   if (p.batch < 3) return least_squares_by<Tiny<0, double>>(p, threads);
-  return least_squares_by<Tiny<0, Lanes>>(p, threads);
+  return least_squares_by<Tiny<0, Twins>>(p, threads);
 }
 long least_squares_backward(const LeastSquaresBackward &p, int threads) {
   if (p.m > TINY && p.n > TINY) return least_squares_backward_by<Medium>(p, threads);
   if (p.batch < 3) return least_squares_backward_by<Tiny<0, double>>(p, threads);
-  return least_squares_backward_by<Tiny<0, Lanes>>(p, threads);
+  // The copies of larger ones do not fit into the cache.
+  return p.m * p.n <= SHARED ? least_squares_backward_by<Tiny<0, Twins>>(p, threads)
+                             : least_squares_backward_by<Tiny<0, Lanes>>(p, threads);
 }
 
 long reduction_numbers(int n, int k) { return n > TINY ? Reduction::numbers(n, k) : 0; }

@@ -519,19 +519,20 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
   for (int i = 0; i < m; ++i) r[i] -= b[i];
   if (problem.db) store_row(image, one, m, filled, m, problem.db + from * m);
   if (problem.dA) {
-    // The copy of A is not needed any more.
     float *to = problem.dA + from * m * n;
-    for (int i = 0; i < m; ++i) {
-      const R left = -r[i], right = -image[i];
-      if constexpr (Kind<R>::lanes == 1) {
-        for (int j = 0; j < n; ++j) to[(long)i * n + j] = (float)(left * z[j] + right * u[j]);
-      } else {
+    for (int i = 0; i < m; ++i) r[i] = -r[i], image[i] = -image[i];
+    if constexpr (Kind<R>::lanes == 1) {
+      for (int i = 0; i < m; ++i)
+        for (int j = 0; j < n; ++j) to[(long)i * n + j] = (float)(r[i] * z[j] + image[i] * u[j]);
+    } else {
+      // The copy of A is not needed any more.
+      for (int i = 0; i < m; ++i) {
         R *row = A.copy ? A.copy + (long)i * n : w;
-        for (int j = 0; j < n; ++j) row[j] = left * z[j] + right * u[j];
+        for (int j = 0; j < n; ++j) row[j] = r[i] * z[j] + image[i] * u[j];
         if (!A.copy) store_row(row, one, (long)m * n, filled, n, to + (long)i * n);
       }
+      if (A.copy) store_row(A.copy, one, (long)m * n, filled, m * n, to);
     }
-    if (A.copy) store_row(A.copy, one, (long)m * n, filled, m * n, to);
   }
   return report<R>(good, from, filled, problem.failed);
 }

@@ -161,6 +161,7 @@ inline LaneMask is_equal(Lanes x, Lanes y) { return x == y; }
 inline bool is_less(double x, double y) { return x < y; }
 inline TwinMasks operator<(Twins x, Twins y) { return {is_less(x.a, y.a), is_less(x.b, y.b)}; }
 inline TwinMasks operator>(Twins x, Twins y) { return y < x; }
+inline TwinMasks is_less(Twins x, Twins y) { return x < y; }
 inline TwinMasks operator<=(Twins x, Twins y) {
   return {is_at_most(x.a, y.a), is_at_most(x.b, y.b)};
 }
