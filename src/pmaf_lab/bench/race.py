@@ -202,7 +202,8 @@ def race(
     Args:
         inputs: Tensors that require gradients.
         loss: A scalar of the outputs, to differentiate. It is not timed.
-        budget: Seconds after which a competitor drops out of the next round.
+        budget: Seconds after which a competitor drops out of the next round, but not before it has
+            had three turns, unless its first run took longer.
         repeats: Rounds in which everybody has a turn.
         turn: Seconds after which no other run of a turn begins.
     """
@@ -233,7 +234,9 @@ def race(
         ]
         for name in (name for group in groups for _ in range(repeats) for name in group):
             (forward, backward), run = times[name], runs[name]
-            if sum(forward) + sum(backward) >= budget:
+            # One run may have been held up by another process: it takes three to tell.
+            enough = _FEWEST if run.warming < budget else 0
+            if len(turns.get(name, ())) >= enough and sum(forward) + sum(backward) >= budget:
                 continue
             if not forward or forward[-1] + backward[-1] < _LONG:
                 run.again()
@@ -276,6 +279,7 @@ def _relative(rounds: Sequence[tuple[Turn, Turn]], first: Turn, part: int) -> fl
 
 # Seconds of a run beside which that does not matter.
 _LONG = 0.05
+_FEWEST = 3  # turns
 # A run is measured by its first, and only, if it takes so many times what there is time for.
 _VERY_LONG = 8
 
@@ -304,6 +308,7 @@ class Runs:
             )
             self.incoming = {i: v for i, v in zip(recorded, incoming) if v is not None}
             self.backward = seconds(self._differentiate, device)
+        self.warming = self.forward + self.backward
         self.first = {
             "outputs": tuple(x.detach() for x in self.outputs),
             "gradients": self.gradients,
