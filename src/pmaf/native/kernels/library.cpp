@@ -109,10 +109,11 @@ bool Region::forked = false;
 // The caller waits for items that were taken, not for threads: if none of them gets a core, it does
 // everything itself. But a thread that loses its core to another process has always taken an item, and
 // returns after some milliseconds. So for a while after that has happened, threads help for a short
-// time only, which one that has slept gets in one piece.
+// time only, which one that has slept gets in one piece; and if it has not got that, for a while not at
+// all.
 struct Helpers {
   static constexpr long SHORT = 1'000'000;  // nanoseconds
-  std::atomic<long> short_until{0};
+  std::atomic<long> away_until{0}, short_until{0};
   std::mutex mutex;
   std::condition_variable called;
   std::shared_ptr<Team> team;
@@ -120,6 +121,7 @@ struct Helpers {
   int threads = 0;
 
   void call(const std::shared_ptr<Team> &next, int wanted) {
+    if (nanoseconds() < away_until) return;
     {
       const std::lock_guard<std::mutex> lock(mutex);
       team = next;
@@ -141,9 +143,11 @@ struct Helpers {
       const std::shared_ptr<Team> mine = team;
       lock.unlock();
       const long begin = nanoseconds(), before = without_core();
-      mine->join(begin < short_until ? begin + SHORT : NEVER);
-      const long lost = without_core() - before;
-      if (lost > LATE) short_until = nanoseconds() + RARELY * lost;
+      const bool shortly = begin < short_until;
+      mine->join(shortly ? begin + SHORT : NEVER);
+      const long lost = without_core() - before, avoided = lost > LATE ? RARELY * lost : 0;
+      if (avoided && shortly) away_until = nanoseconds() + avoided;
+      if (avoided) short_until = nanoseconds() + (shortly ? 2 : 1) * avoided;
       lock.lock();
     }
   }
