@@ -508,10 +508,11 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
   bool solved = false;
   if constexpr (S::along_rows)
     if (problem.kept) {
-      // The kept numbers are read alone.
-      const Reduction kept(p, 1, const_cast<double *>(problem.kept) + from * Reduction::numbers(p, 1));
+      double *numbers = const_cast<double *>(problem.kept);  // which are not changed
+      const Reduction kept(p, 1, numbers + from * Reduction::numbers(p, 1));
       const ReducedTangent reduced(kept, space);
-      solved = kept.unit() > 0 && (m >= n ? reduced.tall(given, z, image) : reduced.wide(given, z, image, w));
+      if (kept.unit() > 0)
+        solved = m >= n ? reduced.tall(given, z, image) : reduced.wide(given, z, image, w);
     }
   MaskOf<R> good = one == one;
   if (!solved) good = factor_tangent<S>(problem, from, filled, given, space, z, image, w);
