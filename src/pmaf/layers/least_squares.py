@@ -202,7 +202,7 @@ class SphereLeastSquares(Problem):
         scaled: Any = torch.func.vjp(lambda A, b: in_range(A, b, 1.0)[:2], *tensors)
         (A, b), pull = scaled
         _, _, exponents = in_range(tensors[0].detach(), tensors[1].detach(), 1.0)
-        shift = given.state.shift.to(A.dtype)
+        shift = given.state.shift
         if exponents is not None:
             shift = times_power(shift, -exponents)
             d_multiplier = None if d_multiplier is None else times_power(d_multiplier, exponents)
