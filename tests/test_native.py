@@ -353,6 +353,39 @@ def test_gradients_from_the_reduction_of_least_squares(m, n, spectrum, kind, sca
         assert (error <= torch.finfo(x.dtype).eps * norms(exact) + rounding * size).all()
 
 
+@pytest.mark.parametrize(("m", "n"), [(40, 18), (64, 33), (80, 40)])
+def test_gradients_from_the_reduction_of_ill_conditioned_least_squares(m, n):
+    """Rounding errors of the reduction, times the condition of `AᵀA`, are removed by products.
+
+    The singular values of `A` itself have errors of its condition alone.
+    """
+    g = torch.Generator().manual_seed(m)
+    left, right = (
+        torch.linalg.qr(torch.randn(20, size, n, generator=g, dtype=T)).Q for size in (m, n)
+    )
+    A = (left * torch.logspace(0, -5, n, dtype=T) @ right.mT).float()
+    x, v = (torch.randn(20, n, generator=g) for _ in range(2))
+    # Slightly beyond the sphere, the multiplier is small.
+    b = (A.double() @ (1.1 * x / norms(x)).double().unsqueeze(-1)).squeeze(-1).float()
+    u, multiplier, _, numbers, failed = native.least_squares(A, b)
+    assert failed is None
+    found = native.least_squares_gradient(A, b, u, v, multiplier, numbers, (True, True)).tensors
+    U, S, Vh = torch.linalg.svd(A.double(), full_matrices=False)
+    y = u.double() / norms(u.double())
+    into, seen = ((Vh @ x.double().unsqueeze(-1)).squeeze(-1) for x in (v, y))
+    D = S.square() + multiplier[:, None]
+    into, along = into / D, seen / D
+    z = into - (seen * into).sum(-1, keepdim=True) / (seen * along).sum(-1, keepdim=True) * along
+    image = (U @ (S * z).unsqueeze(-1)).squeeze(-1)
+    z, r = (z.unsqueeze(-2) @ Vh).squeeze(-2), (A.double() @ y.unsqueeze(-1)).squeeze(-1) - b
+    dA = -(r.unsqueeze(-1) * z.unsqueeze(-2) + image.unsqueeze(-1) * y.unsqueeze(-2))
+    assert (D.amax(-1) > 1e8 * D.amin(-1)).any()  # beyond what the reduction alone solves
+    # The results are rounded to nearest.
+    bound = torch.finfo(A.dtype).eps / 2 + 64 * n * torch.finfo(T).eps * (S[:, :1] / S[:, -1:])
+    for x, exact in zip(found, (dA, image), strict=True):
+        assert (norms(x.double() - exact) <= bound * norms(exact)).all()
+
+
 @pytest.mark.parametrize(("m", "n"), [(40, 20), (20, 40)])
 def test_the_reduction_of_least_squares_is_what_is_differentiated(m, n):
     """One that is marked as missing is replaced by a factor, with the same result; others are used.
