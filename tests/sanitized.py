@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
-TESTS = [f"tests/test_native{name}.py" for name in ("", "_complex", "_pairs")]
+TESTS = [
+    *(f"tests/test_native{name}.py" for name in ("", "_complex", "_pairs")),
+    "tests/test_saved.py",
+]
 
 
 def main(arguments: list[str]) -> int:

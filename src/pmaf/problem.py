@@ -46,7 +46,7 @@ from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import Basis, Decomposition, Factor, Kept, SingularBasis
+from pmaf.tangent.kept import NOTHING, Basis, Decomposition, Factor, Kept, SingularBasis
 
 _Kind = TypeVar("_Kind", bound="type[Problem]")
 
@@ -346,6 +346,13 @@ class Problem(Named):
     ) -> bool:
         """Whether compiled kernels differentiate a solution once, given what was kept of it."""
         return False
+
+    def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
+        """What a solve had kept, of this kind, after hooks on saved tensors have changed it.
+
+        Nothing is always right: the backward pass then solves its linear system from the inputs.
+        """
+        return NOTHING
 
     def first_gradients(
         self,

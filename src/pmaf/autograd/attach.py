@@ -22,6 +22,7 @@ from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.native import Gradients
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.saved import restored, save
 from pmaf.runtime.text import decode, encode
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import announce, warn_of_gradient
@@ -220,7 +221,7 @@ class Solve(torch.autograd.Function):
         ctx.compiled = aside is not None and isinstance(ctx.gradient, Implicit)
         ctx.kind = type(found.kept)
         kept = (*found.kept, None, None)[:2]
-        ctx.save_for_backward(first, second, output[0], output[1], found.gap, *kept)
+        save(ctx, first, second, output[0], output[1], found.gap, *kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -229,13 +230,14 @@ class Solve(torch.autograd.Function):
             return (None,) * 9
         if ctx.doubtful is not None:
             warn_of_gradient(ctx.doubtful)
-        first, second, y, multiplier, gap, *kept = ctx.saved_tensors
+        (first, second, y, multiplier, gap, *parts), same = restored(ctx)
         tensors, problem = _given(first, second), ctx.problem
         needs = ctx.needs_input_grad[: len(tensors)]
-        state = State(multiplier, gap, ctx.kind(*_given(*kept)))
+        kept = ctx.kind(*_given(*parts)) if same else problem.kept_again(tensors, ctx.kind)
+        state = State(multiplier, gap, kept)
         given = Reverse(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
         if ctx.compiled and not torch.is_grad_enabled():
-            incoming, kept = d_multiplier if v is None else v, state.kept
+            incoming = d_multiplier if v is None else v
             known = incoming is not None and plain(incoming)
             if known and problem.is_differentiated(tensors, kept, d_multiplier):
                 compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
@@ -282,25 +284,25 @@ class Found(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         if second is not None or kept:
-            ctx.save_for_backward(first, *found, second, *kept)
+            save(ctx, first, *found, second, *kept)
             ctx.kind = type(kept)
         else:  # the backward pass starts anew
-            ctx.save_for_backward(first, *found)
+            save(ctx, first, *found)
         ctx.problem = problem
         return found
 
     @staticmethod
     def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
-        first, y, multiplier, *others = ctx.saved_tensors
+        (first, y, multiplier, *others), same = restored(ctx)
         incoming = d_multiplier if v is None else v
         if incoming is None:
             return (None,) * 5
         problem, tensors, kept, needs = ctx.problem, (first,), NOTHING, _ONE
         if others:
             second, *parts = others
-            kept = ctx.kind(*parts)
             if second is not None:
                 tensors, needs = (first, second), ctx.needs_input_grad[:2]
+            kept = ctx.kind(*parts) if same else problem.kept_again(tensors, ctx.kind)
         if y.dim() == first.dim():  # several vectors
             y, v = y.mT, None if v is None else v.mT
         compiled = None

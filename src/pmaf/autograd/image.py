@@ -11,6 +11,7 @@ from pmaf.autograd.products import first_order
 from pmaf.operators import Operator
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
+from pmaf.runtime.saved import restored, save
 
 
 def image(A: Operator, rows: Tensor) -> Tensor:
@@ -28,13 +29,13 @@ class _Image(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Operator, rows: Tensor, *tensors: Tensor) -> Tensor:
         ctx.A, ctx.mesh = A, ranks.mesh_of(*tensors)
-        ctx.save_for_backward(rows, *tensors)
+        save(ctx, rows, *tensors)
         with full_precision(A.device):
             return ranks.whole(A.matvec(ranks.replicate(rows, ctx.mesh)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        A, (rows, *tensors) = ctx.A, ctx.saved_tensors
+        A, ((rows, *tensors), _) = ctx.A, restored(ctx)
         right, left = (ranks.replicate(x, ctx.mesh) for x in (rows, grads[0]))
         with torch.no_grad(), full_precision(A.device):
             found = A.pullback(left, right, ctx.needs_input_grad[2:])

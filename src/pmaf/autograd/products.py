@@ -11,6 +11,7 @@ from torch import Tensor
 from pmaf.gradients.by_products import Incoming, options_of
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
+from pmaf.runtime.saved import restored, save
 from pmaf.solution import Backward, announce
 from pmaf.solvers import Outcome, Solver
 
@@ -46,7 +47,7 @@ class _SolveByProducts(torch.autograd.Function):
         announce(outcome, solver, throw)
         ctx.problem, ctx.seen, ctx.solver, ctx.report = problem, seen, solver, report
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(outcome.value, outcome.multiplier, *tensors)
+        save(ctx, outcome.value, outcome.multiplier, *tensors)
         ctx.mark_non_differentiable(*outcome[2:6])
         return tuple(outcome[:6])
 
@@ -56,7 +57,7 @@ class _SolveByProducts(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         found: Sequence[Tensor | None] = [None for _ in needs]
         if any(needs) and not (v is None and d_multiplier is None):
-            y, multiplier, *_ = ctx.saved_tensors
+            (y, multiplier, *_), _ = restored(ctx)
             with torch.no_grad(), full_precision(ctx.problem.device):
                 options = options_of(ctx.solver)
                 given = Incoming(

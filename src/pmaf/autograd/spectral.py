@@ -30,9 +30,10 @@ from pmaf.gradients.eigenvectors import symmetric_product
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.modes import full_precision, plain, transforms_around
+from pmaf.runtime.saved import restored, save
 from pmaf.runtime.threads import OneThread
 from pmaf.tangent.complement import complement_solve
-from pmaf.tangent.kept import Kept
+from pmaf.tangent.kept import NOTHING, Kept
 
 
 def differentiable(function: MatrixFunction, A: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
@@ -103,20 +104,20 @@ class _OfGroup(torch.autograd.Function):
         decompose: Decompose,
     ) -> Tensor:
         ctx.kind, ctx.function, ctx.decompose = kind, function, decompose
-        ctx.save_for_backward(A, values, rows, gap, first, second)
+        save(ctx, A, values, rows, gap, first, second)
         whole = replace(function, k=None)  # of the values that there are
         return symmetric_part(whole.value(values, rows.mT))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        A, values, rows, gap, *held = ctx.saved_tensors
+        (A, values, rows, gap, *held), same = restored(ctx)
         direction, function = symmetric_part(grads[0]), ctx.function
         with full_precision(A.device), OneThread(A):
             if torch.is_grad_enabled() or not plain(direction):
                 all_values, vectors = ctx.decompose(A)
                 dA = _derivative(function, A, all_values, vectors, direction.unsqueeze(-3))
             else:
-                kept = ctx.kind(*(x for x in held if x is not None))
+                kept = ctx.kind(*(x for x in held if x is not None)) if same else NOTHING
                 dA = _by_tangent(function, A, Group(values, rows, gap, kept), direction)
         return dA, *(None,) * 8
 
@@ -146,12 +147,12 @@ def outside(vectors: Tensor) -> Tensor:
 class _Outside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> Tensor:
-        ctx.save_for_backward(vectors)
+        save(ctx, vectors)
         return vectors.view_as(vectors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        ((V,), (g,)) = ctx.saved_tensors, grads
+        ((V,), _), (g,) = restored(ctx), grads
         with full_precision(V.device):
             for _ in range(2):  # the second time removes rounding of the first
                 g = g - V @ (V.mH @ g)
@@ -178,11 +179,11 @@ class _Follow(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, A, values, vectors, directions, ctx.function = inputs
-        ctx.save_for_backward(A, values, vectors, directions)
+        save(ctx, A, values, vectors, directions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        A, values, vectors, directions = ctx.saved_tensors
+        (A, values, vectors, directions), _ = restored(ctx)
         needs_total, needs_slopes, needs_A, *_ = ctx.needs_input_grad
         direction: Any = symmetric_part(grads[0])
         dA, d_slopes = None, None
@@ -213,11 +214,11 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        save(ctx, *inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        direction, A, vectors = ctx.saved_tensors
+        (direction, A, vectors), _ = restored(ctx)
         with full_precision(A.device):
             dA = symmetric_part(vectors @ (grads[0] * direction) @ vectors.mT)
         return torch.zeros_like(direction), _Last.apply(dA, A), None
@@ -256,11 +257,11 @@ class _Words(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         values, directions, ctx.function = inputs
-        ctx.save_for_backward(values, directions)
+        save(ctx, values, directions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        values, directions = ctx.saved_tensors
+        (values, directions), _ = restored(ctx)
         parts = directions.unbind(-3)
         found: list[Any] = []
         with full_precision(values.device):

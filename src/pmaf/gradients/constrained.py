@@ -159,7 +159,8 @@ def acting(y: Tensor, multiplier: Tensor, gap: Tensor, ball: bool) -> Tensor:
     """
     if not ball:
         return torch.ones_like(gap, dtype=torch.bool)
-    return sphere.reaches(y) & ((gap != 0) | (multiplier > 0))
+    # A hook on saved tensors may have rounded y, and the sign of the multiplier survives that.
+    return (multiplier > 0) | (sphere.reaches(y) & (gap != 0))
 
 
 def decomposed(A: Tensor, multiplier: Tensor) -> tuple[Basis, Tensor]:

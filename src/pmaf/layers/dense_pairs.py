@@ -151,6 +151,13 @@ class PairedEigenvectors(Pair):
     ) -> bool:
         return isinstance(kept, Reduced)
 
+    def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
+        if kind is not Reduced:
+            return super().kept_again(tensors, kind)
+        A, M = (x.detach() for x in tensors)
+        _, kept = native.largest_of_pair(A, M, self.k, self.largest, keep=True)
+        return kept or NOTHING
+
     def first_gradients(
         self,
         tensors: tuple[Tensor, ...],

@@ -91,6 +91,9 @@ class _Planned:
         self.kept = (*shape[:-2], numbers) if numbers else None
         self.gradients = problem.gradients
 
+    def kept_again(self, tensors: tuple[Tensor, ...], kind: Any) -> Any:
+        return NOTHING
+
     def first_gradients(
         self,
         tensors: tuple[Tensor, ...],

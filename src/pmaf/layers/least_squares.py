@@ -173,6 +173,13 @@ class SphereLeastSquares(Problem):
         alike = A.shape[:-2] == b.shape[:-1]
         return isinstance(kept, Exact) and d_multiplier is None and alike
 
+    def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
+        if kind is not Exact:
+            return super().kept_again(tensors, kind)
+        A, b = (x.detach() for x in tensors)
+        found = native.least_squares(A, b.expand(*A.shape[:-1]))
+        return Exact(found.multiplier, found.numbers)
+
     def first_gradients(
         self,
         tensors: tuple[Tensor, ...],

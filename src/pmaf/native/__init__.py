@@ -128,8 +128,7 @@ def planned_pairs(
     A: Tensor, plan: ForwardPlan, columns: bool, reduction: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same for a plan that is known."""
-    if not A.is_contiguous() or A.is_conj() or A.is_neg():
-        A = _laid_out(A)
+    A = _given(A, A.dtype, A.numel(), symmetric=True)
     values, vectors = _empty_pairs(A, plan, columns)
     kept = 0 if reduction is None else reduction.data_ptr()
     where = A.data_ptr(), 0, values.data_ptr(), vectors.data_ptr(), 0, 0, 0, kept
@@ -247,9 +246,9 @@ def largest_of_pair(
     Both matrices are `(*, n, n)`. An entry also fails if `M` may not be positive definite,
     or if errors of its factor are above rounding of `A` and `M`.
     """
-    A, M = _laid_out(A), _laid_out(M)
     n, dtype = A.shape[-1], A.dtype
     plan = forward_plan(A.shape, dtype, k, largest, n * torch.finfo(dtype).eps)
+    A, M = (_given(x, dtype, plan.matrices * n * n, symmetric=True) for x in (A, M))
     values, vectors = _empty_pairs(A, plan, columns=True)
     kept = None
     if keep:
@@ -281,13 +280,16 @@ def pair_gradients(
 
     `v` is `(*, k, n)`, `d_values` is `(*, k)`, given for `A` and `M` of `dtype`.
     """
-    C = kept.matrix
-    v, d = (None if x is None else _plain(x) for x in (v, d_values))
+    C, k = kept.matrix, kept.x.shape[-2]
+    plan = backward_plan(C.shape, dtype, k, k, largest)
+    wide, entries = torch.promote_types(dtype, torch.float64), plan.entries
+    C, factor = (_held(x, wide, entries) for x in (C, kept.factor))
+    x = _held(kept.x, wide, plan.vectors)
+    v = None if v is None else _given(v, dtype, plan.vectors)
+    d = None if d_values is None else _given(d_values, plan.real, plan.values)
     dA, dM = (C.new_empty(C.shape, dtype=dtype) if need else None for need in needs)
-    k = kept.x.shape[-2]
-    count, sizes = backward_plan(C.shape, dtype, k, k, largest)
-    where = *(0, 0), *(x.data_ptr() for x in kept), 0, _address(v), 0, _address(d)
-    failed = _call(_BACKWARD, (*where, _address(dA), _address(dM)), sizes, C, count)
+    where = 0, 0, *(x.data_ptr() for x in (C, factor, x)), 0, _address(v), 0, _address(d)
+    failed = _call(_BACKWARD, (*where, _address(dA), _address(dM)), plan.sizes, C, plan.matrices)
     return Gradients((dA, dM), failed)
 
 
@@ -306,7 +308,7 @@ def eigenvector_gradient(
     vector is positive. `reduction` is what the forward pass has kept.
     """
     plan = backward_plan(A.shape, A.dtype, k, k, largest)
-    return planned_gradient(A, _plain(y), v, d_values, plan, reduction)
+    return planned_gradient(A, y, v, d_values, plan, reduction)
 
 
 def planned_gradient(
@@ -314,38 +316,57 @@ def planned_gradient(
     y: Tensor,
     v: Tensor | None,
     d_values: Tensor | None,
-    plan: tuple[int, bytes],
+    plan: BackwardPlan,
     reduction: Tensor | None,
 ) -> Gradients:
-    """The same for a plan that is known, and vectors that a kernel has written."""
-    if not A.is_contiguous() or A.is_conj() or A.is_neg():
-        A = _laid_out(A)
-    if not y.is_contiguous():  # some of the entries of a batch
-        y = y.contiguous()
-    v_ = d_ = 0
+    """The same for a plan that is known."""
+    sizes, count, dtype, real, entries, vectors, values, numbers = plan
+    A, y = _given(A, dtype, entries, symmetric=True), _given(y, dtype, vectors)
+    v_ = d_ = kept = 0
     if v is not None:
-        if not v.is_contiguous() or v.is_conj() or v.is_neg():
-            v = _plain(v)
+        v = _given(v, dtype, vectors)
         v_ = v.data_ptr()
     if d_values is not None:
-        if not d_values.is_contiguous() or d_values.is_neg():
-            d_values = _plain(d_values)
+        d_values = _given(d_values, real, values)
         d_ = d_values.data_ptr()
+    if reduction is not None:
+        reduction = _held(reduction, torch.float64, numbers)
+        kept = reduction.data_ptr()
     result = torch.empty_like(A)
-    kept = 0 if reduction is None else reduction.data_ptr()
     where = A.data_ptr(), y.data_ptr(), 0, 0, 0, kept, v_, 0, d_, result.data_ptr(), 0
-    count, sizes = plan
     return _named(Gradients, ((result,), _call(_BACKWARD, where, sizes, A, count)))
+
+
+class BackwardPlan(NamedTuple):
+    """What a call of a kernel is given besides addresses, and how many numbers it reads."""
+
+    sizes: bytes
+    matrices: int
+    dtype: torch.dtype
+    real: torch.dtype  # the dtype of the values
+    entries: int  # of all matrices
+    vectors: int  # numbers of all vectors
+    values: int
+    reduction: int
 
 
 @functools.lru_cache(maxsize=1024)
 def backward_plan(
     shape: torch.Size, dtype: torch.dtype, k: int, rows: int, largest: bool
-) -> tuple[int, bytes]:
-    """The number of matrices, and what a call of a kernel is given besides addresses."""
+) -> BackwardPlan:
+    """Everything about a call of `planned_gradient` that follows from these."""
     *batch, n, _ = shape
     count, sign = math.prod(batch), 1.0 if largest else -1.0
-    return count, _BACKWARD_SIZES(count, n, k, rows, _KINDS[dtype], sign, _EQUAL[dtype])
+    return BackwardPlan(
+        _BACKWARD_SIZES(count, n, k, rows, _KINDS[dtype], sign, _EQUAL[dtype]),
+        count,
+        dtype,
+        dtype if dtype in _REAL else dtype.to_real(),
+        count * n * n,
+        count * k * n,
+        count * k,
+        count * reduction_numbers(n, dtype, k),
+    )
 
 
 def complement_solve(
@@ -355,11 +376,14 @@ def complement_solve(
 
     `y` is `(*, k, n)`, `v` is `(*, p, n)`, `shift` is `(*, p)`.
     """
-    A, y, v, shift = _laid_out(A), y.contiguous(), _plain(v), shift.contiguous()
+    dtype, rows = A.dtype, v.shape[-2]
+    plan = backward_plan(A.shape, dtype, y.shape[-2], rows, True)
+    count = plan.matrices
+    A, y = _given(A, dtype, plan.entries, symmetric=True), _given(y, dtype, plan.vectors)
+    v, shift = _given(v, dtype, count * rows * A.shape[-1]), _given(shift, dtype, count * rows)
     result = torch.empty_like(v)
-    count, sizes = backward_plan(A.shape, A.dtype, y.shape[-2], v.shape[-2], True)
     where = A.data_ptr(), y.data_ptr(), 0, 0, 0, 0, v.data_ptr(), shift.data_ptr(), 0
-    return result, _call(_BACKWARD, (*where, result.data_ptr(), 0), sizes, A, count)
+    return result, _call(_BACKWARD, (*where, result.data_ptr(), 0), plan.sizes, A, count)
 
 
 class Minimum(NamedTuple):
@@ -381,6 +405,9 @@ class MinimumPlan(NamedTuple):
     u: tuple[Any, ...]
     each: tuple[Any, ...]
     numbers: tuple[int, ...] | None  # of what is kept, None if that is nothing
+    entries: int  # of all matrices
+    rows: int  # of all matrices, which is how many numbers all b have
+    columns: int
     second: Any  # memory that `sizes` refers to
 
 
@@ -397,6 +424,9 @@ def minimum_plan(shape: torch.Size, dtype: torch.dtype) -> MinimumPlan:
         (*batch, n),
         (*batch,) or ((),),
         (*batch, wanted) if wanted else None,
+        count * m * n,
+        count * m,
+        count * n,
         memory,
     )
 
@@ -406,8 +436,8 @@ def least_squares(A: Tensor, b: Tensor, keep: bool = True) -> Minimum:
 
     With `keep`, what the backward pass wants is returned too.
     """
-    A, b = _plain(A), _plain(b)
     plan = minimum_plan(A.shape, A.dtype)
+    A, b = _given(A, torch.float32, plan.entries), _given(b, torch.float32, plan.rows)
     u = A.new_empty(*plan.u)
     multiplier = A.new_empty(*plan.each, dtype=torch.float64)
     gap = torch.empty_like(multiplier)
@@ -430,8 +460,13 @@ def least_squares_gradient(
     needs: Sequence[bool],
 ) -> Gradients:
     """The gradients of `A` and `b` where they are needed, given that of `u`."""
-    A, b, u, v = _plain(A), _plain(b), _plain(u), _plain(v)
     plan = minimum_plan(A.shape, A.dtype)
+    single, columns = torch.float32, plan.columns
+    A, b = _given(A, single, plan.entries), _given(b, single, plan.rows)
+    u, v = _given(u, single, columns), _given(v, single, columns)
+    multiplier = _given(multiplier, torch.float64, plan.problems)
+    if numbers is not None:
+        numbers = _held(numbers, torch.float64, math.prod(plan.numbers or (0,)))
     dA = torch.empty_like(A) if needs[0] else None
     db = torch.empty_like(b) if needs[1] else None
     where = (
@@ -448,18 +483,60 @@ def least_squares_gradient(
     return _named(Gradients, ((dA, db), failed))
 
 
+def _given(x: Tensor, dtype: torch.dtype, numbers: int, symmetric: bool = False) -> Tensor:
+    """A tensor that a kernel may read: `numbers` numbers of `dtype` in one piece.
+
+    The caller holds it as long as the kernel runs, because it may be a copy. A kernel knows an
+    address and nothing else, so that this is the gate for every tensor. What torch would read in
+    another order, conjugated or negated is written out here; of matrices of which the symmetric
+    part is used, the transposes will do.
+    """
+    if (
+        x.dtype is dtype
+        and x.numel() == numbers
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_conj()
+        and not x.is_neg()
+        and x.data_ptr()
+    ):
+        return x
+    if x.dtype is not dtype or x.numel() != numbers or not x.is_cpu or x.layout != torch.strided:
+        raise RuntimeError(
+            f"a kernel reads {numbers} numbers of {dtype} on the CPU; got a tensor of "
+            f"{x.dtype} on {x.device} with shape {tuple(x.shape)}"
+        )
+    return _laid_out(x) if symmetric else _plain(x)
+
+
+def _held(x: Tensor, dtype: torch.dtype, numbers: int) -> Tensor:
+    """The same for what a forward pass has kept, which kernels read in whole vectors."""
+    x = _given(x, dtype, numbers)
+    # torch aligns its own memory; that of NumPy, to which a hook may have moved it, is not aligned.
+    return x.clone() if x.data_ptr() % _ALIGNED else x
+
+
+_ALIGNED = 64  # bytes of the longest vector
+
+
 def _laid_out(A: Tensor) -> Tensor:
     """The matrices, or their transposes, which have the same symmetric part, in one piece."""
-    if A.is_contiguous() and not A.is_conj() and not A.is_neg():
-        return A
     # The transpose of a complex matrix has another Hermitian part.
-    return _plain(A) if A.is_complex() or A.is_neg() else A.mT.contiguous()
+    if A.is_complex() or A.is_neg() or A.is_contiguous():
+        return _plain(A)
+    return _plain(A.mT)
 
 
 def _plain(x: Tensor) -> Tensor:
     """The numbers in one piece, none of which stands for its conjugate or negative."""
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return x  # nothing to call for
+    if not x.data_ptr() and x.numel():
+        # Zeros of autograd have no memory; a clone of them has.
+        if not x._is_zerotensor():
+            raise RuntimeError(
+                f"a kernel reads a tensor of shape {tuple(x.shape)} without memory: its storage "
+                "was freed; keep the inputs of a layer until its backward pass is done"
+            )
+        x = x.clone()
     return x.resolve_conj().resolve_neg().contiguous()
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pmaf.runtime.modes import plain
-from pmaf.tangent.kept import Kept
+from pmaf.runtime.saved import restored, save
+from pmaf.tangent.kept import NOTHING, Kept
 
 Tensors = tuple[Tensor, ...]
 
@@ -100,13 +101,13 @@ class _TangentSolve(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.system, ctx.kind, *tensors = inputs
-        ctx.save_for_backward(*tensors, output)
+        save(ctx, *tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         system = ctx.system
-        v, y, first, second, shift, shift_value, gap, kept, kept_too, z = ctx.saved_tensors
-        state = State(shift_value, gap, ctx.kind(*_given(kept, kept_too)))
+        (v, y, first, second, shift, shift_value, gap, *kept, z), same = restored(ctx)
+        state = State(shift_value, gap, ctx.kind(*_given(*kept)) if same else NOTHING)
         tensors = _given(first, second)
         (incoming,) = grads
         with torch.autocast(first.device.type, enabled=False):

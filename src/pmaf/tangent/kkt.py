@@ -26,6 +26,7 @@ from torch import Tensor
 from pmaf.linalg.products import dot, one_if_zero
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.modes import plain
+from pmaf.runtime.saved import restored, save
 from pmaf.tangent.basis import TangentSolver
 
 Tensors = tuple[Tensor, Tensor]
@@ -158,11 +159,11 @@ class _KKTSolve(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.system, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
+        save(ctx, *tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        v, _, y, multiplier, first, second, *point, z, nu = ctx.saved_tensors
+        (v, _, y, multiplier, first, second, *point, z, nu), _ = restored(ctx)
         system, tensors, point = ctx.system, (first, second), Point(*point)
         with torch.autocast(first.device.type, enabled=False):
             acts, singular = point.acts, point.singular
