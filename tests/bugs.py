@@ -597,7 +597,7 @@ OPERATOR = [
     Bug(
         "a second derivative of products is zero, not an error",
         "autograd/products.py",
-        "return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]",
+        "return [None if x is None else _Last.apply(x.detach(), *given) for x in gradients]",
         "return list(gradients)",
         "test_operators.py::test_a_second_derivative_is_refused",
     ),
@@ -839,7 +839,7 @@ PAIRS = [
         "            kept = ctx.kind(*parts) if same else problem.kept_again(tensors, ctx.kind)\n"
         "        if y.dim()",
         "            kept = ctx.kind(*parts)\n        if y.dim()",
-        "test_saved.py::test_what_hooks_return_is_converted_or_computed_again",
+        "test_saved.py::test_what_was_kept_in_more_digits_is_computed_again",
     ),
     Bug(
         "saved tensors: other dtypes are not noticed",
@@ -847,6 +847,20 @@ PAIRS = [
         "[_form(x) for x in tensors] == forms:",
         "len(tensors) == len(forms):",
         "test_saved.py::test_what_hooks_return_is_converted_or_computed_again",
+    ),
+    Bug(
+        "products: a gradient does not say what it depends on",
+        "autograd/products.py",
+        "_Last.apply(x.detach(), *given)",
+        "_Last.apply(x.requires_grad_())",
+        "test_operators.py::test_a_second_derivative_is_refused",
+    ),
+    Bug(
+        "sparse: torch forgets the second derivative",
+        "operators/sparse.py",
+        "_Once.apply(values) if made else values",
+        "values",
+        "test_operators.py::test_a_second_derivative_is_refused",
     ),
     Bug(
         "ball: a rounded solution is taken for one inside",

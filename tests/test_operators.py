@@ -482,11 +482,93 @@ def test_transforms_of_functions_are_refused():
         torch.func.vmap(lambda X: pmaf.ied(Gram(X)).values)(torch.ones(2, 3, 2))
 
 
-def test_a_second_derivative_is_refused():
-    X = randn(5, 3).requires_grad_()
-    (grad,) = torch.autograd.grad(pmaf.ied(Gram(X)).vectors.sum(), X, create_graph=True)
+COO = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 1, 0]])
+
+
+def small_coo(values):
+    return torch.sparse_coo_tensor(COO, values, (3, 3), check_invariants=True)
+
+
+SQUARE = randn(6, 6, seed=1) + randn(6, 6, seed=1).mT + 6 * torch.eye(6, dtype=F64)
+METRIC = randn(6, 6, seed=2) @ randn(6, 6, seed=2).mT + torch.eye(6, dtype=F64)
+TALL, SIDE = randn(7, 3, seed=3), randn(7, seed=4)
+# Functions of one tensor, whose gradient is found by products.
+BY_PRODUCTS = {
+    "values": (lambda X: pmaf.ied(Gram(X)).values, TALL),
+    "vectors": (lambda X: pmaf.ied(Gram(X), 2).vectors.sum(), TALL),
+    "general": (lambda S: pmaf.ied(Matrix(S.abs()), symmetric=False).vectors.sum(), SQUARE),
+    "pair": (lambda S: pmaf.ied(Matrix(S), 2, M=Matrix(METRIC)).vectors.sum(), SQUARE),
+    "metric": (lambda M: pmaf.ied(Matrix(SQUARE), 2, M=Matrix(M)).vectors.sum(), METRIC),
+    "diagonal": (
+        lambda d: pmaf.ied(Matrix(SQUARE), M=Diagonal(d)).vectors.sum(),
+        METRIC.diagonal().clone(),
+    ),
+    "complex": (lambda S: pmaf.ied(Matrix(S + 1j * (S.triu() - S.triu().mT))).values, SQUARE),
+    "less": (lambda X: pmaf.less(Matrix(X), SIDE).sum(), TALL),
+    "right-hand side": (lambda b: pmaf.less(Matrix(TALL), b).sum(), SIDE),
+    "weights": (lambda w: pmaf.less(Matrix(TALL), SIDE, weights=w).sum(), SIDE.exp()),
+    "ball": (lambda X: pmaf.less(Matrix(X), SIDE, ball=True).sum(), TALL),
+    "radius": (lambda r: pmaf.less(Matrix(TALL), SIDE, radius=r).sum(), torch.tensor(2.0).double()),
+    "nullspace": (lambda X: pmaf.nullspace(Matrix(X)).sum(), TALL),
+    "triplets": (lambda X: pmaf.isvd(Matrix(X), 2).left.sum(), TALL),
+    "singular values": (lambda X: pmaf.isvd(Matrix(X), 2).values.sum(), TALL),
+    "function": (
+        lambda S: pmaf.spectral(Matrix(S @ S.mT), "sqrt", k=2).tensors[0].sum(),
+        SQUARE,
+    ),
+    "matvec": (
+        lambda w: pmaf.ied(FromMatvec(lambda u, w: w * u, (3, 3), [w])).values,
+        SIDE[:3].exp(),
+    ),
+    "sparse": (
+        lambda v: pmaf.ied(small_coo(v)).values,
+        torch.tensor([3.0, 2, 1, 0.5, 0.5]).double(),
+    ),
+    "stored values": (
+        lambda v: pmaf.ied(Sparse(small_coo(torch.ones(5, dtype=F64))).with_tensors([v])).values,
+        torch.tensor([3.0, 0.5, 0.5, 2, 1]).double(),
+    ),
+}
+
+
+def again(call, x):
+    """The derivative of a function of a gradient and of the input itself."""
+    (first,) = torch.autograd.grad(call(x), x, create_graph=True)
+    return torch.autograd.grad((first * x).sum(), x)
+
+
+def in_the_incoming_gradient(call, x):
+    found = call(x)
+    incoming = torch.ones_like(found).requires_grad_()
+    (first,) = torch.autograd.grad(found, x, incoming, create_graph=True)
+    return torch.autograd.grad(first.sum(), incoming)
+
+
+@pytest.mark.parametrize(
+    "derivative", [torch.autograd.functional.hessian, again, in_the_incoming_gradient]
+)
+@pytest.mark.parametrize("call", BY_PRODUCTS)
+def test_a_second_derivative_is_refused(call, derivative):
+    """It would be zero, or lack a term, without a word."""
+    call, x = BY_PRODUCTS[call]
+    with pytest.raises(RuntimeError, match=r"differentiated again|asks for second derivatives"):
+        derivative(call, x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("call", [name for name in BY_PRODUCTS if name != "sparse"])
+def test_a_first_derivative_may_be_recorded(call):
+    """Nobody has to differentiate it again."""
+    call, x = BY_PRODUCTS[call]
+    x = x.clone().requires_grad_()
+    recorded = torch.autograd.grad(call(x), x, create_graph=True)
+    torch.testing.assert_close(recorded, torch.autograd.grad(call(x), x))
+
+
+def test_a_sparse_leaf_is_not_differentiated_twice():
+    A = small_coo(torch.tensor([3.0, 2, 1, 0.5, 0.5]).double()).coalesce().requires_grad_()
+    (first,) = torch.autograd.grad(pmaf.ied(A).values, A, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        grad.sum().backward()
+        torch.autograd.grad(first.to_dense().sum(), A)
 
 
 def test_custom_operators_need_four_methods():

@@ -178,6 +178,15 @@ def test_what_hooks_return_is_converted_or_computed_again(call, hooks):
         assert (x - y).norm() <= 10 * n**2 * digits * y.norm()
 
 
+@pytest.mark.parametrize("call", ["less", "less, kept reduction", "less, wide", "pair"])
+def test_what_was_kept_in_more_digits_is_computed_again(call):
+    """Where the inputs have come back whole, the gradient has not changed by a rounding."""
+    call, *inputs = CALLS[call]
+    expected = gradients(call, inputs)
+    found = gradients(call, inputs, (real_to(F32), kept))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected))
+
+
 # The calls of whose backward pass the kernels do all, and what they say of it.
 COMPILED = {
     "less": "tangent: compiled",

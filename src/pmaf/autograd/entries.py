@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pmaf.autograd.products import first_order
 from pmaf.operators import Operator
+from pmaf.runtime.saved import restored, save
 
 
 def entries(A: Operator) -> Tensor:
@@ -21,13 +22,14 @@ class _Entries(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, A: Operator, *tensors: Tensor) -> Tensor:
         ctx.A = A
+        save(ctx, *tensors)
         return A.matvec(_units(A)).mT.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         left = grads[0].detach().mT.contiguous()
         found = ctx.A.pullback(left, _units(ctx.A), ctx.needs_input_grad[1:])
-        return None, *first_order(found)
+        return None, *first_order(found, (grads[0], *restored(ctx)[0]))
 
 
 def _units(A: Operator) -> Tensor:

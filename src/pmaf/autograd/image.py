@@ -41,4 +41,4 @@ class _Image(torch.autograd.Function):
             found = A.pullback(left, right, ctx.needs_input_grad[2:])
             parts = [None if dx is None else ranks.alike(dx, x) for dx, x in zip(found, tensors)]
             back = ranks.whole(A.rmatvec(left)) if ctx.needs_input_grad[1] else None
-        return None, *first_order([back, *parts])
+        return None, *first_order([back, *parts], (grads[0], rows, *tensors))

@@ -56,27 +56,34 @@ class _SolveByProducts(torch.autograd.Function):
         v, d_multiplier = grads[:2]
         needs = ctx.needs_input_grad[5:]
         found: Sequence[Tensor | None] = [None for _ in needs]
+        (y, multiplier, *tensors), _ = restored(ctx)
         if any(needs) and not (v is None and d_multiplier is None):
-            (y, multiplier, *_), _ = restored(ctx)
             with torch.no_grad(), full_precision(ctx.problem.device):
                 options = options_of(ctx.solver)
                 given = Incoming(
                     ctx.seen, y, multiplier, v, d_multiplier, options, ctx.report, needs
                 )
                 found = ctx.problem.gradients_by_products(given)
-        return *(None,) * 5, *first_order(found)
+        return *(None,) * 5, *first_order(found, (v, d_multiplier, *tensors))
 
 
-def first_order(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that raise an error when they are differentiated again."""
+def first_order(
+    gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients that raise an error when they are differentiated again.
+
+    They depend on their sources, and the graph has to say so: a derivative in a tensor that is not
+    in the graph is zero, or missing from a sum, without an error.
+    """
     if not torch.is_grad_enabled():
         return list(gradients)
-    return [None if x is None else _Last.apply(x.requires_grad_()) for x in gradients]
+    given = [x for x in sources if x is not None]
+    return [None if x is None else _Last.apply(x.detach(), *given) for x in gradients]
 
 
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod

@@ -39,7 +39,11 @@ class Sparse(Operator):
                 raise ValueError(f"A has {A.dense_dim()} dense dimensions; Sparse takes none")
             A = A.coalesce()
         self._shape = A.shape
-        self._values = A.values()
+        values = A.values()
+        # torch forgets how the gradient of a sparse tensor depends on anything when it hands it on
+        # to the tensors that the sparse one was made of.
+        made = A.requires_grad and A.grad_fn is not None
+        self._values: Tensor = _Once.apply(values) if made else values  # pyright: ignore
         self._pattern = _Pattern.of(A)
         self._known: dict[str, Any] = {}
 
@@ -131,6 +135,22 @@ class Sparse(Operator):
                 raise ValueError(f"{self!r} does not broadcast to the batch {rows.shape[:-2]}")
             return rows.movedim(-2, 0).reshape(rows.shape[-2], -1)
         return rows.reshape(-1, rows.shape[-1])
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for second derivatives through a sparse tensor, which "
+                "torch takes for zero; pass A as a dense tensor, or, for first derivatives alone, "
+                "leave create_graph out or use Sparse(pattern).with_tensors([values])"
+            )
+        return grads[0]
 
 
 class _Pattern:
