@@ -863,6 +863,20 @@ PAIRS = [
         "test_operators.py::test_a_second_derivative_is_refused",
     ),
     Bug(
+        "declared: nobody looks whether a problem is quadratic",
+        "problem.py",
+        "if bool((rest > allowed).any()):",
+        "if False:",
+        "test_declared.py::test_a_problem_that_is_not_quadratic_is_refused",
+    ),
+    Bug(
+        "declared: nobody looks whether a curvature is symmetric",
+        "problem.py",
+        "if bool((turn > allowed).any()):",
+        "if False:",
+        "test_declared.py::test_a_curvature_that_is_not_symmetric_is_refused",
+    ),
+    Bug(
         "ball: a rounded solution is taken for one inside",
         "gradients/constrained.py",
         "(multiplier > 0) | (sphere.reaches(y) & (gap != 0))",

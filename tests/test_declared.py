@@ -1,5 +1,9 @@
 """A problem that is declared, not programmed, has everything that the layers have."""
 
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -192,6 +196,84 @@ def test_a_class_that_declares_nothing():
 
     with pytest.raises(NotImplementedError, match="Empty declares no curvature"):
         pmaf.solve(Empty())
+
+
+@dataclass(frozen=True, eq=False)
+class Quartic(SphereQuadratic):
+    """The same plus a term whose force is `−strength u³`, with the curvature of the others."""
+
+    strength: float = 1.0
+
+    def force(self, u, Q, c):
+        return super().force(u, Q, c) - self.strength * u**3
+
+
+@dataclass(frozen=True, eq=False)
+class Halved(SphereQuadratic):
+    """The curvature of another problem."""
+
+    def curvature(self, rows):
+        return 0.5 * super().curvature(rows)
+
+
+def traced(problem):
+    return torch.compile(lambda Q, c: pmaf.solve(problem(Q, c)).value, backend="aot_eager")
+
+
+SOLVES = {
+    "eager": lambda problem: lambda Q, c: pmaf.solve(problem(Q, c)).value,
+    "vmap": lambda problem: torch.func.vmap(lambda Q, c: pmaf.solve(problem(Q, c)).value),
+    "forward mode": lambda problem: (
+        lambda Q, c: torch.func.jvp(lambda c: pmaf.solve(problem(Q, c)).value, (c,), (c,))
+    ),
+    "products": lambda problem: lambda Q, c: pmaf.solve(problem(Matrix(Q), c)).value,
+    "traced": traced,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in jvp and traces
+@pytest.mark.parametrize("solve", SOLVES)
+@pytest.mark.parametrize("dtype", [torch.float32, T])
+@pytest.mark.parametrize("strength", [1.0, -1e-2])
+def test_a_problem_that_is_not_quadratic_is_refused(strength, dtype, solve):
+    """Its solution would satisfy other conditions, and no report would show it."""
+    Q, c = posed(3, n=4, dtype=dtype)
+    problem = functools.partial(Quartic, strength=strength)
+    with pytest.raises(ValueError, match="Quartic is not quadratic"):
+        SOLVES[solve](problem)(Q, c)
+    # Below the digits of the comparison nothing is to be seen.
+    SOLVES[solve](functools.partial(Quartic, strength=0.0))(Q, c)
+
+
+def test_a_curvature_of_another_force_is_refused():
+    with pytest.raises(ValueError, match="its curvature is not that of its force"):
+        pmaf.solve(Halved(*posed(3, n=4)))
+
+
+@pytest.mark.parametrize("solve", ["eager", "products"])
+def test_a_curvature_that_is_not_symmetric_is_refused(solve):
+    Q, c = posed(3, n=4)
+    with pytest.raises(ValueError, match=r"curvature of SphereQuadratic is not symmetric"):
+        SOLVES[solve](SphereQuadratic)(Q + 0.1 * Q.triu(1), c)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e100])
+def test_units_do_not_matter_to_the_comparison(scale):
+    Q, c = posed(3, n=4)
+    problem = functools.partial(Quartic, strength=scale)
+    with pytest.raises(ValueError, match=r"is not quadratic|leave the range"):
+        pmaf.solve(problem(scale * Q, scale * c))
+
+
+def test_three_tensors_are_refused_when_the_problem_is_made():
+    @dataclass(frozen=True, eq=False)
+    class Three(SphereQuadratic):
+        d: torch.Tensor
+        inputs: ClassVar[dict[str, int]] = {"Q": 2, "c": 1, "d": 1}
+
+    Q, c = posed(3, n=4)
+    with pytest.raises(TypeError, match=r"Three\.inputs names 3 tensors, Q, c, d"):
+        Three(Q, c, c)
 
 
 def test_a_module_trains():

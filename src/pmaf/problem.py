@@ -86,6 +86,8 @@ class Problem(Named):
     form: ClassVar[type] = Minimum
     # Multiplier and gap are homogeneous of this degree in the inputs; None if they are not.
     degree: ClassVar[int | None] = None
+    # Whether `force` and `curvature` are compared at a solution; those of the library need not be.
+    compared: ClassVar[bool] = True
     # Whether the matrix is symmetric; solvers with `always_converges` converge if it is.
     symmetric = True
     # Classes that solve some of these problems in another way, and which; see `case`.
@@ -152,6 +154,12 @@ class Problem(Named):
                 f"{type(self).__name__}.inputs names the tensors of the problem, such as "
                 f'{{"Q": 2, "c": 1}}, each of them a field; '
                 + (f"there is no field {missing[0]!r}" if missing else "it is empty")
+            )
+        if len(self.inputs) > 2:
+            raise TypeError(
+                f"{type(self).__name__}.inputs names {len(self.inputs)} tensors, "
+                f"{', '.join(self.inputs)}; a problem has one or two: put two of them into one "
+                "tensor, as by torch.cat, and take it apart in force and curvature"
             )
         first, *others = self.inputs
         for name, dims in self.inputs.items():
@@ -430,7 +438,42 @@ class Problem(Named):
 
     def finished(self, outcome: Outcome) -> Outcome:
         """The outcome of a solver after a last change that is not differentiated."""
+        if self.compared:
+            self._require_quadratic(outcome.value)
         return outcome
+
+    @torch.no_grad()
+    def _require_quadratic(self, u: Tensor) -> None:
+        """Raise an error unless `force` is `g − Mu` with the curvature, at `u` and another point.
+
+        Otherwise solution, derivative and certificate would be those of another problem.
+        """
+        mesh = ranks.mesh_of(*self.flat)
+        fixed = self.with_flat([x.detach() for x in self.flat])
+        other = torch.arange(1, self.n + 1, dtype=u.dtype, device=u.device).cos()
+        points = [u.detach(), sphere.project(other).expand_as(u)]
+        points = [ranks.replicate(x, mesh) for x in points]
+        force, there = (ranks.whole(fixed.force(x, *fixed.tensors)) for x in points)
+        images = [ranks.whole(fixed.curvature(x.unsqueeze(-2)).squeeze(-2)) for x in points]
+        u, other = (ranks.whole(x) for x in points)
+        size = norm(force) + norm(there) + norm(images[0]) + norm(images[1])
+        # Force and curvature may be sums of larger terms, of which each has its rounding.
+        allowed = torch.finfo(u.dtype).eps ** 0.5 * size
+        rest = norm(force - there + images[0] - images[1])
+        if bool((rest > allowed).any()):
+            raise ValueError(
+                f"{type(self).__name__} is not quadratic, or its curvature is not that of its "
+                f"force: between two points the force changes by {float((rest / size).max()):.1e} "
+                "(relative) more than the curvature says; a pmaf.Problem minimises ½uᵀMu − gᵀu, "
+                "with force g − Mu and curvature M"
+            )
+        turn = (dot(u, images[1]) - dot(other, images[0])).abs()
+        if bool((turn > allowed).any()):
+            raise ValueError(
+                f"the curvature of {type(self).__name__} is not symmetric, by "
+                f"{float((turn / size).max()):.1e} (relative), and a second derivative is; use the "
+                "symmetric part of the matrix, 0.5 * (Q + Q.mT), in force and curvature"
+            )
 
     def divided(self, unit: Tensor) -> Any:
         """The same problem in other units, if multiplier and gap have a degree in the inputs."""

@@ -64,6 +64,7 @@ class ConstrainedLeastSquares(Problem):
     single: bool = False
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "sides": 2}
+    compared: ClassVar[bool] = False
 
     @property
     def layout(self) -> Layout:

@@ -118,6 +118,7 @@ class PrincipalEigenvectors(Problem):
     M: Any = None
 
     inputs: ClassVar[dict[str, int]] = {"A": 2}
+    compared: ClassVar[bool] = False
     form: ClassVar[type] = Eigenvectors
     degree: ClassVar[int | None] = 1
     copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction

@@ -57,6 +57,7 @@ class SphereLeastSquares(Problem):
     weights: Tensor | None = None
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "b": 1}
+    compared: ClassVar[bool] = False
     form: ClassVar[type] = LeastSquares
     degree: ClassVar[int | None] = 2
 

@@ -61,6 +61,7 @@ class PrincipalSingularVectors(Problem):
     single: bool = field(default=False, repr=False)
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "weights": 1}
+    compared: ClassVar[bool] = False
     form: ClassVar[type] = SingularVectors
     degree: ClassVar[int | None] = 1
     copies: ClassVar[int] = 1  # how often each singular value occurs by construction
