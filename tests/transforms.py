@@ -203,12 +203,12 @@ def _spectral(name: str, function: Any, k: int | None = None, **options: Any) ->
 class Space(nn.Module):
     """`pmaf.NullSpace` as a function of the space if there are several vectors."""
 
-    def __init__(self, k: int | None = None) -> None:
+    def __init__(self, k: int | None = None, reference: Any = None) -> None:
         super().__init__()
-        self.layer = pmaf.NullSpace(k)
+        self.layer, self.reference = pmaf.NullSpace(k), reference
 
     def forward(self, A: Tensor, *weights: Tensor) -> Tensor:
-        found = self.layer(A, *weights)
+        found = self.layer(A, *weights, reference=self.reference)
         several = self.layer.k is not None
         return (found.unsqueeze(-2) * found.unsqueeze(-3)).sum(-1) if several else found
 
@@ -229,12 +229,15 @@ class Triplets(nn.Module):
         return torch.cat([left, values.unsqueeze(-2), right], -2)
 
 
-def _singular(name: str, kind: type[Space | Triplets], k: int | None, *shape: int) -> Column:
+def _singular(
+    name: str, kind: type[Space | Triplets], k: int | None, *shape: int, **options: Any
+) -> Column:
     def inputs() -> tuple[Tensor, ...]:
         A = _seeded(4, *shape)
         return (A, 0.5 + _seeded(4, shape[0]).abs()) if "weights" in name else (A,)
 
-    return Column(name, kind(k), lambda: kind(k), inputs, printed=("k=", "solver="))
+    module = lambda: kind(k, **options)  # noqa: E731
+    return Column(name, module(), module, inputs, printed=("k=", "solver="))
 
 
 def _pooled(name: str, takes: str, *shape: int, **options: Any) -> Column:
@@ -398,6 +401,7 @@ COLUMNS = [
     _spectral("spectral", torch.nn.functional.softplus, 2, largest=False),
     _singular("nullspace, weights", Space, None, 5, 3),
     _singular("nullspace, wide, k=2", Space, 2, 3, 5),
+    _singular("nullspace, wide, weights, reference", Space, None, 3, 4, reference=0),
     _singular("isvd", Triplets, None, 5, 3),
     _singular("isvd, wide, k=2", Triplets, 2, 3, 5),
     _pooled("pool, weights", "pool: channels", 5, 3),
@@ -545,6 +549,14 @@ def check_compile(column: Column, backend: str | None = None) -> None:
         close(found, plain_gradient(column, tuple(x[:count] for x in column.inputs())), column)
 
 
+def check_compiled_gradient(column: Column) -> None:
+    torch._dynamo.reset()
+    inputs = column.inputs()
+    gradient = grad(column.loss, numbers(column))
+    found = torch.compile(gradient, fullgraph=True, backend="aot_eager")(*inputs)
+    close(found, plain_gradient(column, inputs), column)
+
+
 class Wrapped(nn.Module):
     """A layer behind a trainable scale."""
 
@@ -682,6 +694,7 @@ class Row:
     forwards_only: bool = False  # without a backward pass
     forward: bool = False  # propagates tangents: not for rules of reverse mode
     half: bool = False  # in short floats
+    sampled: bool = False  # takes long, so that `make test` has one column for each layer
 
 
 ROWS = [
@@ -693,6 +706,7 @@ ROWS = [
     Row("`vmap`: any input, any dimension, nested", check_vmap, traces=True, forwards_only=True),
     Row("`vmap(grad(…))`, per-sample gradients", check_per_sample, traces=True),
     Row("`torch.compile(fullgraph=True)`, dynamic shapes", check_compile, traces=True),
+    Row("`torch.compile(torch.func.grad(…))`", check_compiled_gradient, traces=True, sampled=True),
     Row("`torch.compile` of a module in a training step", check_module_step, traces=True),
     Row("`torch.export`", check_export, traces=True, forwards_only=True),
     Row("`torch.autocast`", check_autocast),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from pmaf import errors
 from pmaf.gradients import Gradient, Implicit
@@ -44,6 +45,10 @@ def attach(
     aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
     # In a trace no argument may contain tensors.
     posed = problem if aside is not None else problem.bare()
+    if aside is None and is_compiling():
+        # A trace of `torch.func.grad` takes the very tensor that is differentiated for a constant
+        # of a `Function`; it follows a view of it.
+        tensors = tuple(x.view_as(x) for x in tensors)
     apply = Solve.apply if aside is None else _apply_plainly
     found = apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside)
     if aside:

@@ -28,7 +28,11 @@ def rooted(A: Tensor, weights: Tensor | None = None) -> Tensor:
 def singular_basis(A: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """All right singular vectors of `√W A` as rows `(*, n, n)`, and singular values `(*, n)`."""
     m, n = A.shape[-2:]
-    _, values, rows = torch.linalg.svd(rooted(A, weights), full_matrices=m < n)
+    root = rooted(A, weights)
+    # A trace can branch on sizes that are symbols, but not pass a comparison of them on.
+    _, values, rows = (
+        torch.linalg.svd(root) if m < n else torch.linalg.svd(root, full_matrices=False)
+    )
     return rows.conj(), padded(values, n)
 
 

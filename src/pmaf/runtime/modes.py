@@ -44,9 +44,8 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 def require_eager(what: str, instead: str, x: Tensor) -> None:
     """The call is not traced or transformed, and `x` contains numbers."""
-    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
     abstract = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
-    if torch.compiler.is_compiling() or transformed or abstract:
+    if torch.compiler.is_compiling() or transformed() or abstract:
         raise RuntimeError(
             f"{what} runs in eager mode only, not under torch.compile or the transforms of "
             f"torch.func, nor on fake tensors; use {instead}"
