@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from pmaf import SphereLeastSquares, solve
 from pmaf_lab import cli
 from pmaf_lab.experiments import Row
 from pmaf_lab.experiments.plots import LIGHT, drawn, picture
@@ -177,6 +178,49 @@ def test_the_table_of_less_is_shown_while_blocks_are_missing():
     section = item.present(rows)
     assert len(section.tables) == 3
     assert "900 to 1,000" in section.tables[-1].note
+
+
+def consistent(m, n, count, noise):
+    """Problems that a float64 vector on the sphere solves nearly exactly."""
+    generator = torch.Generator().manual_seed(m)
+    A = torch.randn(count, m, n, generator=generator)
+    u = torch.nn.functional.normalize(torch.randn(count, n, 1, generator=generator).double(), dim=1)
+    off = noise * torch.randn(count, m, generator=generator)
+    return SphereLeastSquares(A, (A.double() @ u).squeeze(-1).float() + off)
+
+
+@pytest.mark.parametrize("noise", [1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize(("m", "n"), [(2, 2), (64, 32)])
+def test_what_the_dtype_cannot_hold_is_not_above_the_minimum(m, n, noise, monkeypatch):
+    """The minima are so small that rounding the exact minimiser exceeds them by far."""
+    problem = consistent(m, n, 50, noise)
+    monkeypatch.setattr("pmaf_lab.paper.less.problems", lambda *_: problem)
+    exact = SphereLeastSquares(problem.matrix.double(), problem.b.double())
+    best = solve(exact).value
+    least = exact.objective(best)
+    rounded = exact.objective(best.float().double())
+    assert (rounded > (1 + 1e-5) * least).any()
+
+    item = ITEMS["less-table"]
+    params = {"m": m, "n": n, "method": "ours", "first": 0, "count": 50}
+    found = item.measure(torch.device("cpu"), **params)
+    assert (torch.tensor(found["least"], dtype=torch.float64) >= least).all()
+
+    def above(values):
+        rows = [Row(params, "done", found | {"exact_objective": values.tolist()})]
+        rows += [Row(params | {"method": "SciPy"}, "done", found)]
+        ((name, *_), *_, (_, *_, count)) = item.present(rows).tables[0].frame.to_numpy().tolist()
+        assert name == "SciPy"
+        return count
+
+    assert above(rounded) == 0
+    if n == 2:  # without kernels, larger problems are solved in float32
+        assert above(torch.tensor(found["exact_objective"], dtype=torch.float64)) == 0
+    # A vector that is away from the minimiser by many roundings is above, on every problem.
+    move = torch.randn(best.shape, generator=torch.Generator().manual_seed(0)).double()
+    move = move - (move * best).sum(-1, keepdim=True) * best
+    away = best + 1e-3 * torch.nn.functional.normalize(move, dim=-1)
+    assert above(exact.objective(away)) == 1000
 
 
 @pytest.mark.parametrize("name", ITEMS)

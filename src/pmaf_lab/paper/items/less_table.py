@@ -44,8 +44,10 @@ class LessTable(Experiment):
         "where the unconstrained solution lies; Imp. counts objectives no larger than SciPy's "
         "(SLSQP), up to six digits; MRE is the mean relative error of the objective against "
         "SciPy's, in percent. “Above” is not in the paper: how many solutions are more than 1e-5 "
-        "(relative) above the global minimum, which float64 and a certificate give. All counts "
-        "are per 1,000 problems."
+        "(relative) above the global minimum, which float64 and a certificate give. What float32 "
+        "cannot hold does not count: where rounding the exact minimiser to float32 raises the "
+        "objective, as it does most where the minimum is nearly zero, that objective is compared "
+        "with. All counts are per 1,000 problems."
     )
     reduced = "all 1,000 problems of 2×2, the first 100 of 64×32, the first 2 of 1024×256."
     needs = ("scipy",)
@@ -88,7 +90,9 @@ class LessTable(Experiment):
             solution = pmaf.solve(exact, throw=True)
             if not pmaf.certify(exact, solution).holds(1e-12).all():
                 raise RuntimeError("a solution in float64 is not certified to be the minimum")
-            found["least"] = exact.objective(solution.value).tolist()
+            # Rounding may also shorten the vector, and so lower the objective below the minimum.
+            rounded = exact.objective(solution.value.to(problem.matrix.dtype).double())
+            found["least"] = torch.maximum(exact.objective(solution.value), rounded).tolist()
         return found
 
     def present(self, rows: Sequence[Row]) -> Section:
@@ -252,7 +256,7 @@ def _findings(size: tuple[int, int], found: dict[str, Summary]) -> list[Finding]
         best = min(above, key=lambda name: above[name], default=SCIPY)
         findings.append(
             Finding(
-                f"LESS table {m}×{n}: solutions more than 1e-5 above the global minimum",
+                f"LESS table {m}×{n}: more than 1e-5 above the global minimiser in float32",
                 "not stated",
                 f"ours {ours} of {found[OURS].count}; next best {best}, {above.get(best, NOTHING)}",
                 ours <= min(above.values(), default=ours),
