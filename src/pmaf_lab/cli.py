@@ -22,8 +22,9 @@ from pmaf import native
 from pmaf.errors import require_extra
 
 if TYPE_CHECKING:
-    from pmaf_lab.experiments import Collection, Scale
+    from pmaf_lab.experiments import Collection, Experiment, Scale
     from pmaf_lab.experiments.report import Report
+    from pmaf_lab.experiments.store import Store
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -108,16 +109,30 @@ def reproduce(
 
 @app.command()
 def bench(
-    items: _Items = None, quick: _Quick = False, device: _Device = "cpu", out: _Out = None
+    items: _Items = None,
+    quick: _Quick = False,
+    device: _Device = "cpu",
+    out: _Out = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="A file for the numbers that pages show, such as docs/figures.json."),
+    ] = None,
 ) -> None:
     """Race the default settings against everything a user would pick instead.
 
     Every finished cell is kept: the same command goes on where an interrupted run stopped.
     """
-    _run("bench", items or [], "quick" if quick else "full", device, out)
+    _run("bench", items or [], "quick" if quick else "full", device, out, figures)
 
 
-def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | None) -> None:
+def _run(
+    command: str,
+    items: list[str],
+    scale: Scale,
+    device: str,
+    out: Path | None,
+    figures: Path | None = None,
+) -> None:
     folder = out or Path("out") / f"{command}-{scale}"
     try:
         collection = _collection(command)
@@ -129,6 +144,7 @@ def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | 
         _fail(error)
     from pmaf_lab.experiments.runner import run
     from pmaf_lab.experiments.store import Store, StoreError
+    from pmaf_lab.figures.record import FigureError
 
     words = ["pmaf", command, *items, f"--{scale}"]
     words += [] if device == "cpu" else ["--device", device]
@@ -142,7 +158,8 @@ def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | 
                 signal.signal(getattr(signal, name), signal.default_int_handler)
         tally = run(experiments, scale, where, store, console)
         written = _report(folder)
-    except StoreError as error:
+        kept = [] if figures is None else _keep(experiments, store, figures)
+    except (StoreError, FigureError) as error:
         _fail(error)
     except KeyboardInterrupt:
         name = escape(str(folder))
@@ -160,8 +177,38 @@ def _run(command: str, items: list[str], scale: Scale, device: str, out: Path | 
         + "."
     )
     _show(written)
+    for line in kept:
+        console.print(line, soft_wrap=True, highlight=False)
     if tally.failed:
         raise typer.Exit(1)
+
+
+def _keep(experiments: list[Experiment], store: Store, path: Path) -> list[str]:
+    """Put the numbers of finished experiments into a file for pages; returns what to say of it.
+
+    Pictures of the same run take the place of those in the folder `images` beside the file.
+    """
+    from pmaf_lab.figures.record import FigureError, Record, entry_of
+
+    about = store.about()
+    scale = about["scale"]
+    record, said = Record.read(path), []
+    for experiment in experiments:
+        rows = [store.row(experiment.name, cell) for cell in experiment.cells(scale)]
+        command = f"pmaf {about['command']} {experiment.name} --{scale}"
+        try:
+            entry = entry_of(experiment, [row for row in rows if row is not None], command, scale)
+        except FigureError as error:
+            said.append(f"Not in {escape(str(path))}: {error}.")
+            continue
+        record = record.with_entry(experiment.name, entry)
+        said.append(f"{experiment.name} is in {escape(str(path))}.")
+        for picture in sorted((store.folder / "figures").glob(f"{experiment.name}*.png")):
+            there = path.parent / "images" / picture.name
+            if there.is_file():
+                there.write_bytes(picture.read_bytes())
+    record.write(path)
+    return [*said, "Fill the pages from it: python -m pmaf_lab.figures"]
 
 
 @app.command()

@@ -13,7 +13,17 @@ from torch import Tensor
 
 import pmaf
 from pmaf_lab.bench.present import OURS
-from pmaf_lab.experiments import Cell, Experiment, Figure, Finding, Row, Scale, Section, Table
+from pmaf_lab.experiments import (
+    Cell,
+    Experiment,
+    Figure,
+    Finding,
+    Measured,
+    Row,
+    Scale,
+    Section,
+    Table,
+)
 from pmaf_lab.experiments.measure import median_seconds, peak_resident
 
 if TYPE_CHECKING:
@@ -197,6 +207,24 @@ class ByProducts(Experiment):
 
     def figures(self, rows: Sequence[Row]) -> list[Figure]:
         return []
+
+    def measured(self, row: Row) -> Measured:
+        """Ours in seconds, the others as multiples of it, products, residuals and memory."""
+        mine, peak = row.values[OURS], row.values["peak"]
+        numbers: dict[str, float | None] = {
+            f"{OURS} {name}": mine[name]
+            for name in ("forward", "backward", "products", "products warm", "products backward")
+        }
+        numbers[f"{OURS} residual"] = mine["residual"]
+        for name in self.others:
+            entry = row.values.get(name, {})
+            if "forward" in entry:
+                numbers[f"{name} forward"] = entry["forward"] / mine["forward"]
+                numbers[f"{name} residual"] = entry["residual"]
+        if peak is not None:
+            numbers["peak, GB"] = peak / 1e9
+            numbers["peak beyond data and gradient, GB"] = (peak - 2 * row.values["leaf"]) / 1e9
+        return Measured(row.params["family"], self.label(row.params["size"]), numbers)
 
 
 # A pass is repeated for so many seconds, at most so many times.

@@ -12,7 +12,16 @@ import torch
 
 from pmaf_lab.bench.present import OURS, shape
 from pmaf_lab.bench.race import Race, Result
-from pmaf_lab.experiments import Cell, Experiment, Finding, Row, Scale, Section, Table
+from pmaf_lab.experiments import (
+    Cell,
+    Experiment,
+    Finding,
+    Measured,
+    Row,
+    Scale,
+    Section,
+    Table,
+)
 from pmaf_lab.experiments.measure import peak_bytes
 
 
@@ -93,6 +102,11 @@ class MemoryRace(Experiment):
             peak <= 2,
         )
         return Section(findings=[finding], tables=[table])
+
+    def measured(self, row: Row) -> Measured:
+        """Peaks as multiples of the inputs; competitors take the place of families."""
+        numbers = {part: row.values.get(part) for part in _PARTS}
+        return Measured(row.params["competitor"], shape(row), numbers)
 
 
 _PARTS = ("forward", "backward")

@@ -65,7 +65,7 @@ def ratios_table(
         for other in others:
             both = ratio(row.values, other, "both")
             alone = ratio(row.values, other, "forward")
-            wrong = " ≠" if _is_off(row.values, other, errors) else ""
+            wrong = " ≠" if is_off(row.values, other, errors) else ""
             if both is not None:
                 line.append(f"{both:.2f}{wrong}")
             else:
@@ -86,7 +86,7 @@ def ratios_table(
     )
 
 
-def _is_off(found: Found, name: str, errors: Sequence[str]) -> bool:
+def is_off(found: Found, name: str, errors: Sequence[str]) -> bool:
     """Whether what a competitor found is not what was asked for; None is not finite."""
     ours, theirs = found[OURS], found[name]
     return any(

@@ -16,15 +16,18 @@ from torch import Tensor
 
 from pmaf_lab.bench.growth import Growth, Sweep, growth_findings, growth_table
 from pmaf_lab.bench.present import (
+    OURS,
+    is_off,
     ratio,
     ratios_table,
     rows_of,
+    shape,
     sizes_figure,
     skipped,
     summary_tables,
 )
 from pmaf_lab.bench.present import seconds as seconds_of
-from pmaf_lab.experiments import Cell, Experiment, Finding, Row, Scale, Section
+from pmaf_lab.experiments import Cell, Experiment, Finding, Measured, Row, Scale, Section
 from pmaf_lab.experiments.measure import seconds
 
 Result = tuple[Tensor, ...]
@@ -180,6 +183,25 @@ class Race(Experiment):
             tables=tables,
             notes=skipped([row for found in by_family.values() for row in found]),
         )
+
+    def measured(self, row: Row) -> Measured:
+        """Ours in seconds, the others as multiples of it, and errors of ours and the second."""
+        found = row.values
+        first, second, *_ = self.competitors
+        numbers: dict[str, float | None] = {
+            f"{OURS} {part}": seconds_of(found, OURS, part) for part in ("forward", "backward")
+        }
+        for name, competitor in self.competitors.items():
+            if name == first or "forward" not in found.get(name, {}):
+                continue
+            for part in self.compared if competitor.differentiable else ("forward",):
+                numbers[f"{name} {part}"] = ratio(found, name, part)
+            if is_off(found, name, self.errors):
+                numbers[f"{name} off"] = True
+        for who in (first, second):
+            for error in self.errors:
+                numbers[f"{who} {error}"] = found.get(who, {}).get(error)
+        return Measured(row.params["family"], shape(row), numbers)
 
 
 def race(

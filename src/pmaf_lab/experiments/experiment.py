@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -56,6 +56,14 @@ class Row:
     error: str = ""
     seconds: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Measured(NamedTuple):
+    """What pages may show of a row: the family of its matrices, their size, numbers by name."""
+
+    family: str
+    size: str
+    numbers: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -169,3 +177,7 @@ class Experiment(ABC):
     @abstractmethod
     def present(self, rows: Sequence[Row]) -> Section:
         """Tables and figures of the rows there are."""
+
+    def measured(self, row: Row) -> Measured | None:
+        """The numbers of a finished row that pages may show; None if pages show none."""
+        return None
