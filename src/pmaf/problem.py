@@ -32,8 +32,9 @@ from pmaf.runtime.modes import (
     require_eager,
     require_traceable_derivatives,
 )
-from pmaf.runtime.text import Named, encode_options
+from pmaf.runtime.text import Named, abbreviated, encode_options
 from pmaf.runtime.threads import OneThread
+from pmaf.runtime.trees import register_tree
 from pmaf.solution import (
     Certificate,
     Solution,
@@ -94,6 +95,10 @@ class Problem(Named):
     cases: ClassVar[tuple[tuple[Callable[[Any], bool], type[Problem]], ...]] = ()
     # The class of which this one is a case, for messages.
     general: ClassVar[type[Problem] | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_tree(cls, cls.kind)
 
     def force(self, u: Tensor, *inputs: Any) -> Tensor:
         """`−∇f(u)`, `(*, n)`."""
@@ -560,13 +565,16 @@ class Problem(Named):
             value, multiplier, *others = found.tensors
             found = Outcome.of((value, multiplier, *(x.detach() for x in others)))
             announce(found, solver, throw)
-            return found
+            return found._replace(method=abbreviated(solver))
         way = solver.resolve(self)
         require_traceable_derivatives()
         if forward_mode(*self.tensors):
             require_forward(gradient)
-            return forward(self, init, way, report, throw)
-        return attach(self, init, way, gradient, report, throw)
+            way = self.forward_solver(way)
+            found = forward(self, init, way, report, throw)
+        else:
+            found = attach(self, init, way, gradient, report, throw)
+        return found._replace(method=abbreviated(way)) if report else found
 
     def _run_products(
         self, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
@@ -590,7 +598,8 @@ class Problem(Named):
             other = problem.divided(found.unit)
             outcome, backward = attach_products(other, start, solver, throw)
             outcome = self.multiplied(outcome, found.unit)
-        solution = replace(finish(outcome), backward=backward)
+        method = abbreviated(solver)
+        solution = replace(finish(outcome), backward=backward, method=method)
         if mesh is None:
             return solution
         return ranks.replace_tensors(solution, lambda x: ranks.replicate(x, mesh))
@@ -652,7 +661,7 @@ class Problem(Named):
 def as_solution(outcome: Outcome) -> Solution:
     """An outcome of one vector as the user sees it."""
     value, multiplier, residual, gap, iterations, converged = outcome.tensors
-    return Solution(value, multiplier, residual, gap, iterations, converged)
+    return Solution(value, multiplier, residual, gap, iterations, converged, method=outcome.method)
 
 
 def in_dtype(dtype: torch.dtype, found: Solution) -> Solution:

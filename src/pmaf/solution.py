@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
 from pmaf.operators import Operator
+from pmaf.runtime.log import collected, in_words
+from pmaf.runtime.trees import register_tree
 from pmaf.solvers import Auto, Outcome, Solver
 from pmaf.solvers.base import has_form
 
@@ -74,11 +76,15 @@ class Solution:
         iterations: steps taken.
         converged: whether the solver's own stopping rule was met.
         backward: the report of the backward pass about its linear system, for a solve by products.
+        method: the solver that has run and, unless the call was traced, how.
+
+    The tensors are those of a tree, so that `torch.func.vmap` maps a function that returns it.
 
     >>> import torch, pmaf
-    >>> solution = pmaf.solve(pmaf.PrincipalEigenvectors(torch.diag(torch.tensor([3.0, 1.0]))))
-    >>> solution.value, solution.gap
-    (tensor([1., 0.]), tensor(2.))
+    >>> A = torch.diag(torch.tensor([3.0, 1.0]))
+    >>> solution = pmaf.solve(pmaf.PrincipalEigenvectors(A), solver=pmaf.solvers.Dense())
+    >>> solution.value, solution.gap, solution.method
+    (tensor([1., 0.]), tensor(2.), 'Dense(): decomposition')
     """
 
     value: Tensor
@@ -88,6 +94,7 @@ class Solution:
     iterations: Tensor
     converged: Tensor
     backward: Backward | None = None
+    method: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +123,12 @@ class Certificate:
         return feasible & (self.stationarity <= tolerance) & (self.optimality >= -tolerance)
 
 
+_REPORTED = ("value", "multiplier", "residual", "gap", "iterations", "converged")
+_CERTIFIED = ("feasibility", "stationarity", "optimality")
+register_tree(Solution, "pmaf.Solution", _REPORTED)
+register_tree(Certificate, "pmaf.Certificate", _CERTIFIED)
+
+
 def solve(
     problem: Any,
     *,
@@ -140,9 +153,13 @@ def solve(
     (tensor([0.6000, 0.8000]), tensor(4.), tensor(True))
     """
     _require_problem(problem, "run")
-    return problem.run(
-        solver or Auto(), gradient or Implicit(), init=init, report=True, throw=throw
-    )
+    options: dict[str, Any] = {"init": init, "report": True, "throw": throw}
+    rules = solver or Auto(), gradient or Implicit()
+    if torch.compiler.is_compiling():
+        return problem.run(*rules, **options)
+    with collected() as ways:
+        solution = problem.run(*rules, **options)
+    return replace(solution, method=in_words(solution.method, ways))
 
 
 def certify(problem: Any, solution: Solution | Tensor) -> Certificate:

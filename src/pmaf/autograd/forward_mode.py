@@ -35,7 +35,7 @@ def forward(
     """The solution of a problem, and its multiplier, with tangents."""
     fixed = problem.with_tensors(*(constant(x) for x in problem.tensors))
     init = None if init is None else constant(init)
-    found = solve_opaquely(fixed, init, problem.forward_solver(solver), report, throw)
+    found = solve_opaquely(fixed, init, solver, report, throw)
     step = problem.newton(fixed, found, solve_opaquely)
     u = found.value
     for _ in range(STEPS):

@@ -78,7 +78,8 @@ class ComplexSingularVectors(PrincipalSingularVectors):
             vectors, values = vectors.squeeze(-2), values.squeeze(-1)
         else:
             vectors = vectors.mT
-        return Solution(vectors, values, residual.to(real), gap.to(real), iterations, converged)
+        reported = residual.to(real), gap.to(real), iterations, converged
+        return Solution(vectors, values, *reported, method=outcome.method)
 
     def certified(self, value: Tensor) -> Certificate:
         columns = value.unsqueeze(-1) if self.k is None else value

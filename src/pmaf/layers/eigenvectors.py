@@ -376,7 +376,8 @@ class PrincipalEigenvectors(Problem):
         elif self.reference is not None:
             vectors = vectors * self.signs(vectors.unsqueeze(-2), False)
         values = values if self.largest else -values
-        return Solution(vectors, values, residual, gap, iterations, converged)
+        reported = residual, gap, iterations, converged
+        return Solution(vectors, values, *reported, method=outcome.method)
 
     @property
     def flipped(self) -> bool:

@@ -158,7 +158,8 @@ class ComplexEigenvectors(PrincipalEigenvectors):
             vectors, values = vectors.squeeze(-2), values.squeeze(-1)
         else:
             vectors = vectors.mT
-        return Solution(vectors, values, residual, gap, iterations, converged)
+        reported = residual, gap, iterations, converged
+        return Solution(vectors, values, *reported, method=outcome.method)
 
     def certified(self, value: Tensor) -> Certificate:
         posed = self.embedding(self.A, self.largest)

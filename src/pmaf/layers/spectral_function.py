@@ -32,6 +32,7 @@ from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
+from pmaf.runtime.trees import register_tree
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Solver
 
@@ -126,6 +127,7 @@ class SpectralFunction:
             gap=gap,
             iterations=blank.to(torch.int64),
             converged=torch.isfinite(F).all(-1).all(-1),
+            method="pmaf.spectral",
         )
 
     def _gap_by_products(self, A: Operator) -> Tensor:
@@ -196,6 +198,9 @@ class SpectralFunction:
         beside = torch.as_tensor(beside).double().sqrt() / one_if_zero(size)
         of_group = self._of_group(COARSER * size.unsqueeze(-1))
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
+
+
+register_tree(SpectralFunction, "pmaf.SpectralFunction")
 
 
 def _fixed(A: Operator) -> Operator:

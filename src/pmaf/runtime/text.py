@@ -12,7 +12,7 @@ import functools
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 
@@ -66,6 +66,17 @@ def encode(x: Configured) -> str:
             "make its options numbers, strings, or sequences of them, or call it in eager mode"
         )
     return x.text
+
+
+def abbreviated(x: Configured) -> str:
+    """A solver as the user may write it: without the options that have their defaults."""
+    given = []
+    for field in fields(x):
+        value = getattr(x, field.name)
+        if value != field.default:
+            word = abbreviated(value) if isinstance(value, Configured) else repr(value)
+            given.append(f"{field.name}={word}")
+    return f"{type(x).__name__}({', '.join(given)})"
 
 
 def encode_options(kind: str, options: dict[str, Any]) -> str:

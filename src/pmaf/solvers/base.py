@@ -26,6 +26,7 @@ class Outcome(NamedTuple):
     iterations: Tensor
     converged: Tensor
     kept: Kept = NOTHING
+    method: str = ""  # the solver that has run, for a report
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], kept: Kept = NOTHING) -> Outcome:
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All fields but `kept`."""
+        """All fields that are tensors."""
         return tuple(self)[:6]  # pyright: ignore[reportReturnType]
 
     @property
