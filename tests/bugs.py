@@ -2417,3 +2417,41 @@ CASES = [
     ),
 ]
 BUGS += CASES
+REPORTS = [
+    Bug(
+        "warnings: they point at the library",
+        "runtime/caller.py",
+        "while _is_inside(frame) and frame.f_back is not None:",
+        "while False:",
+        "test_warnings.py::test_a_forward_pass_points_at_its_call",
+    ),
+    Bug(
+        "warnings: those of a compiled program point at what the compiler wrote",
+        "runtime/caller.py",
+        '_INSIDE = ("pmaf", "torch")',
+        '_INSIDE = ("pmaf",)',
+        "test_warnings.py::test_a_compiled_program_points_at_the_function",
+    ),
+    Bug(
+        "reports: a search by products has no method",
+        "problem.py",
+        "replace(finish(outcome), backward=backward, method=method)",
+        "replace(finish(outcome), backward=backward)",
+        "test_reports.py::test_a_solution_says_how_it_was_found",
+    ),
+    Bug(
+        "reports: other threads add their methods",
+        "runtime/log.py",
+        "_collected.get(get_ident(), []).append(way)",
+        "next(iter(_collected.values())).append(way)",
+        "test_reports.py::test_methods_of_other_threads_and_of_a_backward_pass_are_not_mixed_in",
+    ),
+    Bug(
+        "trees: a problem that is put together forgets its leaves",
+        "runtime/trees.py",
+        "            object.__setattr__(x, _LEAVES, names)\n",
+        "            pass\n",
+        "test_reports.py::test_a_tree_is_taken_apart_and_put_together",
+    ),
+]
+BUGS += REPORTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +13,14 @@ from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
 from pmaf.operators import Operator
+from pmaf.runtime.caller import warn
 from pmaf.runtime.log import collected, in_words
 from pmaf.runtime.trees import register_tree
 from pmaf.solvers import Auto, Outcome, Solver
 from pmaf.solvers.base import has_form
+
+# The page that says what each warning means, and what to do.
+PAGE = "see docs/convergence.md"
 
 
 @dataclass(eq=False)
@@ -39,14 +42,13 @@ class Backward:
         self.residual, self.iterations, self.converged = residual, iterations, converged
         if converged.all():
             return
-        warnings.warn(
+        warn(
             f"the linear system of the gradient was not solved for {int((~converged).sum())} of "
             f"{converged.numel()} batch entries after {iterations} products (largest residual "
             f"{float(residual.max()):.1e}): the solution is nearly not unique, so that its "
             "derivative is large or does not exist; look at gap, use float64, or raise "
-            "max_products",
+            f"max_products ({PAGE})",
             ConvergenceWarning,
-            stacklevel=2,
         )
 
 
@@ -54,12 +56,11 @@ def warn_of_gradient(doubtful: Tensor) -> None:
     """Warn of gradients that belong to solutions that have not converged, given by a mask."""
     if not doubtful.any():
         return
-    warnings.warn(
+    warn(
         f"the gradient of {int(doubtful.sum())} of {doubtful.numel()} batch entries belongs to "
         "solutions that did not converge, and is worth no more than they are; look at gap, use "
-        "float64, or Auto()",
+        f"float64, or Auto() ({PAGE})",
         ConvergenceWarning,
-        stacklevel=2,
     )
 
 
@@ -204,11 +205,11 @@ def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
     steps = int(outcome.iterations[failed].max())
     message = (
         f"{int(failed.sum())} of {failed.numel()} solves did not converge in {steps} iterations "
-        f"(largest residual {worst:.1e}) with {solver!r}; {solver.advice()}"
+        f"(largest residual {worst:.1e}) with {solver!r}; {solver.advice()} ({PAGE})"
     )
     if throw:
         raise ConvergenceError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=2)
+    warn(message, ConvergenceWarning)
 
 
 def require_rules(problem: Any, solver: object, gradient: object) -> None:
