@@ -223,6 +223,61 @@ def test_pullback_is_that_of_the_matrix(case):
     assert A.pullback(left, right, [False] * len(needs)) == [None] * len(needs)
 
 
+@either
+def test_an_operator_times_tensors_broadcasts_as_torch_does(case):
+    A, M = case.operator(*case.leaves), case.matrix(*case.leaves)
+    *batch, n = (*M.shape[:-2], M.shape[-1])
+    ones = [1] * len(batch)
+    for shape in (
+        (n,), (n, 1), (n, 4), (*batch, n, 2), (*ones, n, 2), (5, *batch, n, 2),
+        (5, *ones, n, 3), (0, *ones, n, 3), (n, 0),
+    ):  # fmt: skip
+        x = randn(*shape)
+        found = A @ x
+        assert found.shape == (M @ x).shape
+        if found.numel():
+            close(found, M @ x)
+    for i, size in enumerate(batch):
+        x = randn(*batch[:i], 1, *batch[i + 1 :], n, 2)
+        close(A @ x, M @ x)
+        assert size > 1
+
+
+@pytest.mark.parametrize("lead", [(1,), (4, 1), (1, 3), (2, 1, 3)], ids=str)
+def test_a_batch_of_one_broadcasts_too(lead):
+    """Matrices with batch dimensions of one, dense and sparse, times batches of matrices."""
+    M = randn(*lead, 5, 6)
+    for A in (Matrix(M), Sparse(M.to_sparse_coo())):
+        for batch in ((2, 4, 3), (2, 4, 1), (4, 3), (1, 3), (3,), ()):
+            try:
+                wanted = M @ randn(*batch, 6, 2)
+            except RuntimeError:
+                with pytest.raises(ValueError, match="do not broadcast"):
+                    A @ randn(*batch, 6, 2)
+                continue
+            close(A @ randn(*batch, 6, 2), wanted)
+        close(A @ randn(6), M @ randn(6))
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 2), (3, 6, 2), (2, 3, 6, 2)], ids=str)
+def test_a_product_is_differentiable_in_both(shape):
+    M, x = randn(3, 5, 6).requires_grad_(), randn(*shape, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda M, x: Matrix(M) @ x, (M, x))
+    assert torch.autograd.gradcheck(lambda M, x: Gram(M) @ x, (M, x))
+    assert torch.autograd.gradgradcheck(lambda M, x: Matrix(M) @ x, (M, x))
+
+
+def test_a_product_of_complex_numbers_has_no_conjugate():
+    M, x = torch.complex(randn(5, 6), randn(5, 6, seed=1)), torch.complex(randn(6, 2), randn(6, 2))
+    for A in (
+        Matrix(M),
+        Sparse(M.to_sparse_coo()),
+        FromMatvec(lambda u: M @ u, (5, 6), dtype=M.dtype),
+    ):
+        close((A @ x).real, (M @ x).real)
+        close((A @ x).imag, (M @ x).imag)
+
+
 def both(case, solve):
     """Results and gradients, with the operator and with its matrix."""
     found = []
@@ -375,6 +430,32 @@ BAD = {
         "scale is a number here",
     ),
     "an empty sum": (lambda: Sum(), "at least one part"),
+    "a vector of another length": (
+        lambda: Matrix(torch.ones(3, 2)) @ torch.ones(3),
+        r"Matrix\(3, 2\) @ x needs x of shape \(2,\) or \(\*, 2, p\); got \(3,\)$",
+    ),
+    "a batch of vectors for @": (
+        lambda: Matrix(torch.ones(3, 2)) @ torch.ones(5, 2),
+        r"got \(5, 2\); for a batch of vectors \(\*, n\) call A\(x\)",
+    ),
+    "a number for @": (lambda: Diagonal(torch.ones(2)) @ torch.tensor(1.0), r"got \(\)$"),
+    "batches that do not broadcast": (
+        lambda: Matrix(torch.ones(4, 3, 2)) @ torch.ones(5, 2, 1),
+        r"\(4,\) of Matrix\(4, 3, 2\) and \(5,\) of x do not broadcast",
+    ),
+    "another dtype for @": (
+        lambda: Diagonal(torch.ones(2)) @ torch.ones(2).double(),
+        r"x is torch.float64 but Diagonal\(2, 2\) is torch.float32",
+    ),
+    "a sparse tensor for @": (
+        lambda: Diagonal(torch.ones(2)) @ torch.eye(2).to_sparse_coo(),
+        "needs a dense tensor; got layout torch.sparse_coo",
+    ),
+    "a list for @": (lambda: Diagonal(torch.ones(2)) @ [1.0, 1.0], "a dense tensor; got list"),
+    "an operator for @": (
+        lambda: Diagonal(torch.ones(2)) @ Gram(torch.ones(3, 2)),
+        r"Diagonal\(2, 2\) @ Gram\(2, 2\) is no operator.*A @ \(B @ x\)",
+    ),
     "batches a sparse matrix cannot follow": (
         lambda: (
             Sparse(torch.eye(2).expand(2, 1, 2, 2).to_sparse_coo()) + Matrix(torch.ones(1, 3, 2, 2))

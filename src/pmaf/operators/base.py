@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_alike, require_broadcast
+from pmaf.errors import require_alike, require_broadcast, shape_of
 from pmaf.linalg.products import matvec
+from pmaf.operators.broadcasting import broadcast_product
 from pmaf.runtime.ranks import cuts_matrices, mesh_of, replicate, whole
 
 _Kind = TypeVar("_Kind", bound="type[Operator]")
@@ -30,7 +31,8 @@ class Operator(ABC):
     tensors are DTensors, so are the rows, so that a product written for one machine is right on
     many.
 
-    Operators can be added, and multiplied by numbers: `damping * P + teleport`.
+    Operators can be added, and multiplied by numbers, vectors and matrices:
+    `(damping * P + teleport) @ x`.
 
     >>> import torch, pmaf
     >>> class Shifted(pmaf.operators.Operator):  # d times the components, which move by one
@@ -136,6 +138,35 @@ class Operator(ABC):
         size = whole(self.matvec(rows)).abs().amax((-2, -1))
         exponents = torch.where(size > 0, size, 1).log2().floor()
         return TimesPowers(self, -exponents), exponents
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """`A x` as for two tensors: a vector `(n,)`, or matrices `(*, n, p)` that broadcast.
+
+        Two dimensions or more are those of matrices, as in torch; `A(x)` is for a batch of vectors.
+        """
+        if isinstance(x, Operator):
+            raise TypeError(
+                f"{self!r} @ {x!r} is no operator yet; multiply by one after the other, A @ (B @ x)"
+                ", or make one of both with FromMatvec(lambda u: A(B(u)), shape)"
+            )
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            kind = f"layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{self!r} @ x needs a dense tensor; got {kind}")
+        require_alike("x", x, repr(self), self)
+        n, vector = self.shape[-1], x.dim() == 1
+        if x.dim() == 0 or x.shape[-1 if vector else -2] != n:
+            batch = x.dim() > 1 and x.shape[-1] == n
+            hint = "; for a batch of vectors (*, n) call A(x)" if batch else ""
+            raise ValueError(
+                f"{self!r} @ x needs x of shape ({n},) or (*, {n}, p); got {shape_of(x)}{hint}"
+            )
+        rows = x.unsqueeze(0) if vector else x.mT
+        require_broadcast(repr(self), self.batch_shape, "x", rows.shape[:-2])
+        if rows.numel() == 0:  # many products do not take no rows
+            batch = torch.broadcast_shapes(self.batch_shape, rows.shape[:-2])
+            return rows.new_zeros(*batch, self.shape[-2], rows.shape[-2]) + rows.sum()
+        image = broadcast_product(self.matvec, self.batch_shape, rows)
+        return image.squeeze(-2) if vector else image.mT
 
     def __call__(self, u: Tensor) -> Tensor:
         """`A u` for one vector of each batch entry, `(*, n)` to `(*, m)`."""
