@@ -2455,3 +2455,27 @@ REPORTS = [
     ),
 ]
 BUGS += REPORTS
+CENTRED = [
+    Bug(
+        "centred: dense data are multiplied as they are",
+        "operators/shifted.py",
+        "if isinstance(self.part, Matrix) and not is_spread(self.part.A):",
+        "if False:",
+        "test_centred.py::test_they_are_those_of_the_singular_vectors_of_centred_data",
+    ),
+    Bug(
+        "centred: gradients of data that are not",
+        "operators/gram.py",
+        "images, count = self._images(both), len(self.part.tensors)",
+        "images, count = self.part.matvec(both), len(self.part.tensors)",
+        "test_centred.py::test_gradients_of_data_against_differences",
+    ),
+    Bug(
+        "products: what the operator has no batch for is put back in another order",
+        "operators/broadcasting.py",
+        "(order.index(i) for i in dims)",
+        "order",
+        "test_operators.py::test_a_batch_of_one_broadcasts_too",
+    ),
+]
+BUGS += CENTRED

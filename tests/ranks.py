@@ -118,6 +118,19 @@ def gram_batched(mesh: DeviceMesh | None) -> list[Tensor]:
     return gradients(list(pmaf.ied(Gram(X))), [X])
 
 
+def gram_centred(mesh: DeviceMesh | None) -> list[Tensor]:
+    """Of data whose rows are spread, and of complex data, with and without weights."""
+    X, Z = by_rows(randn(53, 12) + 3, mesh), by_rows(complex_randn(53, 6) + 2j, mesh)
+    w = by_rows(randn(53, seed=1).square(), mesh)
+    u = randn(2, 53, seed=2).square().requires_grad_()  # every rank has it
+    return [
+        *gradients(list(pmaf.ied(Gram(X, scale=1 / 52, centre=True), 2)), [X]),
+        *gradients(list(pmaf.ied(Gram(X, weights=w, centre=True))), [X, w]),
+        *gradients(list(pmaf.ied(Gram(X, weights=u, centre=True))), [X, u]),
+        *gradients(list(pmaf.ied(Gram(Z, weights=w, centre=True))), [Z, w]),
+    ]
+
+
 def shifted(mesh: DeviceMesh | None) -> list[Tensor]:
     """A plain tensor that every rank has beside one that is spread."""
     X = by_rows(randn(53, 12), mesh)
@@ -262,6 +275,7 @@ ROWS = (
     gram_smallest,
     gram_warm,
     gram_batched,
+    gram_centred,
     shifted,
     square,
     square_by_columns,

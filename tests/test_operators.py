@@ -83,6 +83,13 @@ def sparse(make, mask):
     )
 
 
+def covariance(X, w):
+    """`Σ wᵢ(xᵢ − mean)(xᵢ − mean)ᴴ`, with the weighted mean."""
+    w = w.unsqueeze(-1)
+    Z = X - (w * X).sum(-2, keepdim=True) / w.sum(-2, keepdim=True)
+    return Z.mH @ (w * Z)
+
+
 ones = torch.ones(1, 30, dtype=F64)
 uniform = torch.full((1, 12), 1 / 12, dtype=F64)
 walk = pattern(12, 12) | torch.eye(12, dtype=torch.bool).roll(1, 0)
@@ -99,6 +106,41 @@ SQUARE = {
     "Gram, centred": Case(
         lambda X: Gram(Matrix(X) - LowRank(ones, X.mean(0, keepdim=True))),
         lambda X: (X - X.mean(0)).mT @ (X - X.mean(0)),
+        (randn(30, 12) + 3,),
+    ),
+    "Gram, centre": Case(
+        lambda X: Gram(X, 0.5, centre=True),
+        lambda X: 0.5 * (X - X.mean(0)).mT @ (X - X.mean(0)),
+        (randn(30, 12) + 3,),
+    ),
+    "Gram, centre, wide, batched": Case(
+        lambda X: Gram(X, centre=True),
+        lambda X: (X - X.mean(-2, keepdim=True)).mT @ (X - X.mean(-2, keepdim=True)),
+        (randn(2, 3, 7, 12) + 3,),
+    ),
+    "Gram, centre, weights": Case(
+        lambda X, w: Gram(X, 0.5, w, centre=True),
+        lambda X, w: 0.5 * covariance(X, w),
+        (randn(30, 12) + 3, randn(30, seed=1).square()),
+    ),
+    "Gram, centre, many weights": Case(
+        lambda X, w: Gram(X, weights=w, centre=True),
+        covariance,
+        (randn(30, 12) + 3, randn(2, 3, 30, seed=1).square()),
+    ),
+    "Gram, centre, weights for a batch": Case(
+        lambda X, w: Gram(X, weights=w, centre=True),
+        covariance,
+        (randn(2, 3, 30, 12) + 3, randn(30, seed=1).square()),
+    ),
+    "Gram, centre, sparse": Case(
+        lambda v, w: Gram(coo(v, pattern(30, 12)), weights=w, centre=True),
+        lambda v, w: covariance(dense(v, pattern(30, 12)), w),
+        (randn(int(pattern(30, 12).sum())) + 2, randn(30, seed=1).square()),
+    ),
+    "Gram, centre, function": Case(
+        lambda X: Gram(FromMatvec(lambda u, X: X @ u, (30, 12), [X]), centre=True),
+        lambda X: covariance(X, torch.ones(30, dtype=F64)),
         (randn(30, 12) + 3,),
     ),
     "Gram, sparse": Case(
