@@ -2479,3 +2479,21 @@ CENTRED = [
     ),
 ]
 BUGS += CENTRED
+
+SURFACE = [
+    Bug(
+        "modes: a decorator that imports the compiler",
+        "runtime/modes.py",
+        "    function._dynamo_marked_constant = True  # pyright",
+        "    torch.compiler.assume_constant_result(function)  # pyright",
+        "test_house.py::test_neither_an_import_nor_a_call_loads_the_compiler",
+    ),
+    Bug(
+        "products: the common shape of shapes of different lengths",
+        "linalg/products.py",
+        "(1,) * (rank - len(shape)) + tuple(shape)",
+        "tuple(shape) + (1,) * (rank - len(shape))",
+        "test_house.py::test_common_shapes_are_those_of_torch",
+    ),
+]
+BUGS += SURFACE

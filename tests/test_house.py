@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from pmaf.linalg import decompositions
+from pmaf.linalg.products import broadcast
+from pmaf.runtime.modes import constant_in_traces
 
 SOURCE = Path(__file__).parent.parent / "src"
 # A room imports from those before it, and from itself.
@@ -144,3 +150,91 @@ def test_a_device_with_a_limit_gets_a_batch_in_parts(monkeypatch):
     lower, info = decompositions.cholesky(A)
     torch.testing.assert_close(lower @ lower.mT, A)
     assert not info.any()
+
+
+# What a script sees that imports the library and calls every layer, beyond `import torch`.
+SCRIPT = """
+import json, sys
+import torch
+known, loaded = set(sys.modules), {}
+
+def record(step):
+    loaded[step] = sorted(set(sys.modules) - known)
+    known.update(sys.modules)
+
+import pmaf
+record("import")
+A = torch.randn(3, 5, 5)
+A = (A + A.mT).requires_grad_()
+M, b = torch.diag(torch.arange(1.0, 6.0)), torch.randn(3, 5)
+sparse = M.to_sparse()
+calls = {
+    "ied": lambda: pmaf.ied(A, 2).vectors,
+    "pair": lambda: pmaf.ied(A, M=M).vectors,
+    "general": lambda: pmaf.ied(A.abs(), symmetric=False).vectors,
+    "power iteration": lambda: pmaf.ied(A @ A, solver=pmaf.solvers.PowerIteration()).vectors,
+    "less": lambda: pmaf.less(A, b),
+    "ellipsoid": lambda: pmaf.less(A, b, M=M),
+    "nullspace": lambda: pmaf.nullspace(A, 2),
+    "isvd": lambda: pmaf.isvd(A, 2).left,
+    "spectral": lambda: pmaf.spectral(A, "exp"),
+    "group": lambda: pmaf.spectral(A, "exp", 2),
+    "pool": lambda: pmaf.PrincipalPool()(A),
+    "pool by products": lambda: pmaf.PrincipalPool(path="products")(A),
+    "operator": lambda: pmaf.ied(pmaf.operators.Gram(A), 2).vectors,
+    "sparse pair": lambda: pmaf.ied(sparse, M=sparse).vectors + 0 * A.sum(),
+    "solve": lambda: pmaf.solve(pmaf.SphereLeastSquares(A, b)).value,
+}
+for step, call in calls.items():
+    torch.manual_seed(0)
+    call().square().sum().backward()
+    record(step)
+print(json.dumps(loaded))
+"""
+
+
+def test_neither_an_import_nor_a_call_loads_the_compiler():
+    """`torch._dynamo` and what it brings take longer to import than torch and the library.
+
+    Nothing that torch itself has not loaded is needed, besides the standard library. A call may
+    load parts of torch that are small.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    loaded = json.loads(ended.stdout.splitlines()[-1])
+    ours = {"pmaf", *sys.stdlib_module_names}
+    for step, modules in loaded.items():
+        others = [name for name in modules if name.split(".")[0] not in ours]
+        if step != "import":
+            others = [name for name in others if not name.startswith("torch.") or heavy(name)]
+        assert not others, (step, others)
+
+
+HEAVY = ("_dynamo", "_inductor", "distributed", "onnx", "fx.experimental", "export", "testing")
+
+
+def heavy(name: str) -> bool:
+    return name.removeprefix("torch.").startswith(HEAVY)
+
+
+def test_constants_are_marked_as_torch_marks_them():
+    def ours(): ...
+
+    def theirs(): ...
+
+    assert vars(constant_in_traces(ours)) == vars(torch.compiler.assume_constant_result(theirs))
+    assert vars(ours)
+
+
+def test_common_shapes_are_those_of_torch():
+    shapes = [torch.Size(x) for n in range(4) for x in itertools.product((0, 1, 2, 3), repeat=n)]
+    for first, second in itertools.product(shapes, shapes):
+        try:
+            expected = torch.broadcast_shapes(first, second)
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match=r"[Ss]hape"):
+                broadcast(first, second)
+        else:
+            assert broadcast(first, second) == expected
+            assert broadcast(first, second, first) == expected

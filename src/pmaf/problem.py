@@ -31,6 +31,7 @@ from pmaf.runtime.modes import (
     full_precision,
     require_eager,
     require_traceable_derivatives,
+    untraced,
 )
 from pmaf.runtime.text import Named, abbreviated, encode_options
 from pmaf.runtime.threads import OneThread
@@ -534,7 +535,7 @@ class Problem(Named):
             # The solution does not depend on the start, and the graph of the start is not needed.
             init = init.detach()
         if self.operator is not None:
-            run: Any = torch.compiler.disable(self._run_products)
+            run = untraced(self._run_products)
             return run(solver.resolve(self), gradient, init, throw)
         if any(ranks.is_spread(x) for x in (*self.tensors, *(x for x, _ in self.hints().values()))):
             return self._run_parts(solver, gradient, init, report, throw)

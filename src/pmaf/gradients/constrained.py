@@ -20,7 +20,7 @@ from torch import Tensor
 from pmaf.gradients.base import Reverse
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import singular_spectrum
-from pmaf.linalg.products import matvec, outer_sum, rmatvec
+from pmaf.linalg.products import broadcast, matvec, outer_sum, rmatvec
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.modes import plain
 from pmaf.tangent.kept import Basis
@@ -51,7 +51,7 @@ class Layout:
     def stack(self, parts: Parts) -> Tensors:
         A, M, b, weights, radius = parts
         if M is not None:
-            batch = torch.broadcast_shapes(A.shape[:-2], M.shape[:-2])
+            batch = broadcast(A.shape[:-2], M.shape[:-2])
             blocks = (x.expand(*batch, *x.shape[-2:]) for x in (A, M))
             A = torch.cat([*blocks], -2)
         rows = [b, weights, None if radius is None else radius.unsqueeze(-1)]
@@ -147,7 +147,7 @@ def _pull_metric(pairs: list[tuple[Tensor, Tensor]], M: Tensor) -> Tensor:
         return sum(terms[1:], terms[0])
     lefts = tuple(0.5 * x for pair in pairs for x in pair)
     rights = tuple(x for w, z in pairs for x in (z, w))
-    shape = torch.broadcast_shapes(lefts[0].shape[:-1], M.shape[:-2])
+    shape = broadcast(lefts[0].shape[:-1], M.shape[:-2])
     return outer_sum(lefts, rights, torch.Size((*shape, *M.shape[-2:])))
 
 

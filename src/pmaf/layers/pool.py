@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +14,14 @@ from pmaf.linalg.roundings import HALF, noise_tolerance, power_of_two, rank_tole
 from pmaf.linalg.singular import rooted, weighted_gram
 from pmaf.operators import Gram
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, full_precision, plain, recorded, transformed
+from pmaf.runtime.modes import (
+    forward_mode,
+    full_precision,
+    plain,
+    recorded,
+    transformed,
+    untraced,
+)
 
 # The largest matrix of second moments, channels×channels or tokens×tokens, that is formed: above,
 # products with the features are faster. `pmaf bench pool`.
@@ -107,7 +112,7 @@ class PrincipalPool(nn.Module):
         reference = self.reference if reference is None else reference
         path = self.path or _fastest(X, weights)
         # A trace cannot follow a search, whose length depends on the numbers.
-        pool: Any = torch.compiler.disable(self._pool) if path == "products" else self._pool
+        pool = untraced(self._pool) if path == "products" else self._pool
         return pool(X, weights, reference, init, path)
 
     def _pool(

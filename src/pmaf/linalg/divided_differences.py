@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.runtime.modes import constant_in_traces
+
 Domain = str  # "any", "nonzero", "nonnegative" or "positive"
 
 
@@ -144,7 +146,7 @@ def _quadrature(function: Scalar, points: Sequence[Tensor], count: int) -> Tenso
 
 
 # A trace takes the numbers, and does not follow how they are computed.
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _rule(order: int, count: int) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
     return simplex_rule(order, count)
 

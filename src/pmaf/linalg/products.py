@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def matvec(A: Tensor, x: Tensor) -> Tensor:
@@ -67,10 +68,20 @@ _LONG, _BLOCK = 1 << 16, 1 << 12
 
 
 def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
-    """The common shape; `torch.broadcast_shapes`, which is slow, runs only if shapes differ."""
+    """The common shape; `torch.broadcast_shapes` runs only for symbols and to raise its error.
+
+    It is slow, and its first call imports sympy.
+    """
     if all(other == first for other in others):
         return first
-    return torch.broadcast_shapes(first, *others)
+    shapes = (first, *others)
+    if not is_compiling() and all(type(size) is int for shape in shapes for size in shape):
+        rank = max(len(shape) for shape in shapes)
+        columns = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape in shapes))
+        sizes = [{1, *column} for column in columns]
+        if all(len(each) <= 2 for each in sizes):
+            return torch.Size(next(iter(each - {1}), 1) for each in sizes)
+    return torch.broadcast_shapes(*shapes)
 
 
 def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:

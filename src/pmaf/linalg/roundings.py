@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
+from pmaf.runtime.modes import constant_in_traces
 
 # The dtypes that are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -28,13 +29,13 @@ LOOSE = 1e3  # a residual that counts as solved, or a difference of which some d
 
 # Under `torch.compile(dynamic=True)` a global float becomes an input of the graph, unless the
 # function that reads it is marked.
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def merge_tolerance(dtype: torch.dtype) -> float:
     """Eigenvalues closer than this, relative to the largest, count as one."""
     return EQUAL * torch.finfo(dtype).eps
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def noise_tolerance(dtype: torch.dtype) -> float:
     """Coefficients below this, relative to their vector, are rounding."""
     return NOISE * torch.finfo(dtype).eps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_alike, require_broadcast, shape_of
-from pmaf.linalg.products import matvec
+from pmaf.linalg.products import broadcast, matvec
 from pmaf.operators.broadcasting import broadcast_product
 from pmaf.runtime.ranks import cuts_matrices, mesh_of, replicate, whole
 
@@ -297,7 +297,7 @@ class Sum(Operator):
 
     @property
     def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(*(part.batch_shape for part in self.parts))
+        batch = broadcast(*(part.batch_shape for part in self.parts))
         return torch.Size((*batch, *self.parts[0].shape[-2:]))
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pmaf import errors
 from pmaf.linalg.decompositions import cholesky, cholesky_or_error
-from pmaf.linalg.products import rmatvec, symmetric_part
+from pmaf.linalg.products import broadcast, rmatvec, symmetric_part
 from pmaf.operators.base import Operator, Wrapping
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.modes import plain
@@ -105,7 +105,7 @@ class InCoordinates(Wrapping):
 
     @property
     def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.part.batch_shape, self.coordinates.batch_shape)
+        batch = broadcast(self.part.batch_shape, self.coordinates.batch_shape)
         return torch.Size((*batch, *self.part.shape[-2:]))
 
     @property
@@ -134,7 +134,7 @@ class WithRowFactors(Wrapping):
 
     @property
     def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.part.batch_shape, self.factors.shape[:-1])
+        batch = broadcast(self.part.batch_shape, self.factors.shape[:-1])
         return torch.Size((*batch, *self.part.shape[-2:]))
 
     @property

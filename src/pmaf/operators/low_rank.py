@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_alike, require_matrix
+from pmaf.linalg.products import broadcast
 from pmaf.operators.base import Operator
 
 
@@ -35,7 +36,7 @@ class LowRank(Operator):
 
     @property
     def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
+        batch = broadcast(self.left.shape[:-2], self.right.shape[:-2])
         return torch.Size((*batch, self.left.shape[-1], self.right.shape[-1]))
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +93,30 @@ def transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
 
 
-# A trace takes the number, and does not follow how it is found.
-@torch.compiler.assume_constant_result
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_in_traces(function: _Function) -> _Function:
+    """Mark a function whose result a trace takes as it is, without following how it is found.
+
+    This is `torch.compiler.assume_constant_result`, which also imports the compiler, and that takes
+    longer than importing torch and this library together.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def untraced(function: _Function) -> _Function:
+    """The function as a trace leaves it alone; `torch.compiler.disable`, if there is a compiler.
+
+    Nothing is traced before the compiler is imported, and the decorator would import it.
+    """
+    if is_compiling() or "torch._dynamo" in sys.modules:
+        return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+    return function
+
+
+@constant_in_traces
 def derivatives_around() -> int:
     """How many transforms of `torch.func` around the call differentiate it."""
     kinds = torch._C._functorch.TransformType  # pyright: ignore
