@@ -37,7 +37,7 @@ OPTIONS = {
 class TestPairs:
     def test_values_are_those_of_scipy(self, k, options):
         A, M = hermitian(4, 5, 5), definite(4, 5, 5, seed=1)
-        values, vectors = pmaf.ied(A, k, M=M, **options)
+        values, vectors = pmaf.ied(A, k, M=M, descending=True, **options)
         if k is None:
             values, vectors = values.unsqueeze(-1), vectors.unsqueeze(-1)
         count, skip = values.shape[-1], options.get("skip", 0)

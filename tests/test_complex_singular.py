@@ -68,7 +68,7 @@ def test_solutions_are_those_of_svd(shape, largest, k, dtype, weighted):
     A = drawn(2, 3, *shape).to(dtype)
     real = dtype.to_real()
     w = positive(3, shape[0], seed=1).to(real) if weighted else None
-    problem = pmaf.PrincipalSingularVectors(A, w, k=k, largest=largest)
+    problem = pmaf.PrincipalSingularVectors(A, w, k=k, largest=largest, descending=True)
     found = pmaf.solve(problem)
     whole = A.to(C128) if w is None else A.to(C128) * w.double().sqrt().unsqueeze(-1)
     _, s, vh = torch.linalg.svd(whole, full_matrices=True)
@@ -105,7 +105,7 @@ def test_solutions_are_those_of_svd(shape, largest, k, dtype, weighted):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triplets_are_those_of_svd(shape, largest, k, dtype):
     A, several = drawn(4, *shape).to(dtype), k or 1
-    left, values, right = pmaf.isvd(A, k, largest=largest)
+    left, values, right = pmaf.isvd(A, k, largest=largest, descending=True)
     assert (left.dtype, values.dtype, right.dtype) == (dtype, dtype.to_real(), dtype)
     if k is None:
         left, values, right = (x.unsqueeze(-1) for x in (left, values, right))
@@ -273,7 +273,7 @@ def test_weights_of_zero(k, dtype):
 
     def by_ied(A, w):
         gram = A.mH @ (w.unsqueeze(-1) * A)
-        return pmaf.ied(gram, k, largest=False, descending=False).vectors
+        return pmaf.ied(gram, k, largest=False).vectors
 
     def ours(A, w):
         return pmaf.nullspace(A.to(dtype), k, weights=w.to(dtype.to_real())).to(C128)

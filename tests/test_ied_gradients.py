@@ -52,7 +52,8 @@ def test_matches_differences_and_eigh(name, k, largest):
     if not requested_are_simple(A, count, largest):
         pytest.skip("a requested eigenvalue is repeated, or nearly")
     # Some are orthogonal to all ones, where differences would see the sign jump.
-    options = dict(largest=largest, reference=pmaf.ied(A, k, largest=largest).vectors)
+    order = dict(largest=largest, descending=True)
+    options = dict(**order, reference=pmaf.ied(A, k, **order).vectors)
     A.requires_grad_()
     (found,) = torch.autograd.grad(loss_of(A, k, **options), A)
     torch.testing.assert_close(found, found.mT)
@@ -64,7 +65,7 @@ def test_matches_differences_and_eigh(name, k, largest):
         values, vectors = torch.linalg.eigh(0.5 * (A + A.mT))
         part = slice(-count, None) if largest else slice(0, count)
         values, vectors = values[part].flip(0), vectors[:, part].flip(1)
-        vectors = vectors * torch.sign((vectors * pmaf.ied(A.detach(), count, largest=largest)
+        vectors = vectors * torch.sign((vectors * pmaf.ied(A.detach(), count, **order)
                                         .vectors).sum(0))  # fmt: skip
         if k is None:
             values, vectors = values[0], vectors[:, 0]

@@ -41,7 +41,7 @@ def check(A, k, largest, solver, dtype, scale=1.0, tolerance=200.0):
     given = (A * scale).to(dtype)
     exact = given.double()
     exact = 0.5 * (exact + exact.T)
-    values, vectors = pmaf.ied(given, k, largest=largest, solver=solver)
+    values, vectors = pmaf.ied(given, k, largest=largest, descending=True, solver=solver)
     true_values, true_vectors, gaps = wanted(exact, k, largest)
     size = exact.norm()
     eps = torch.finfo(dtype).eps

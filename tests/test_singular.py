@@ -55,7 +55,7 @@ def ways(caplog):
 def test_solutions_are_those_of_svd(shape, largest, k, dtype, weighted):
     A = randn(2, 3, *shape).to(dtype)
     w = randn(3, shape[0], seed=1).square().to(dtype) if weighted else None
-    problem = pmaf.PrincipalSingularVectors(A, w, k=k, largest=largest)
+    problem = pmaf.PrincipalSingularVectors(A, w, k=k, largest=largest, descending=True)
     found = pmaf.solve(problem)
     whole = A.double() if w is None else A.double() * w.double().sqrt().unsqueeze(-1)
     _, s, vh = torch.linalg.svd(whole, full_matrices=True)
@@ -84,7 +84,7 @@ def test_solutions_are_those_of_svd(shape, largest, k, dtype, weighted):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triplets_are_those_of_svd(shape, largest, dtype):
     A, k = randn(4, *shape).to(dtype), 2
-    left, values, right = pmaf.isvd(A, k, largest=largest)
+    left, values, right = pmaf.isvd(A, k, largest=largest, descending=True)
     u, s, vh = torch.linalg.svd(A.double(), full_matrices=False)
     part = slice(0, k) if largest else slice(-k, None)
     eps = torch.finfo(dtype).eps
@@ -642,7 +642,9 @@ def test_modules_are_the_functions():
             layer = pmaf.ISVD(k, largest=largest, solver=SVD())
             for x, y in zip(layer(A, r), pmaf.isvd(A, k, largest=largest, reference=r)):
                 assert torch.equal(x, y)
-            assert repr(layer) == f"ISVD(k={k}, largest={largest}, solver=SVD())"
+            assert repr(layer) == (
+                f"ISVD(k={k}, largest={largest}, descending={largest}, solver=SVD())"
+            )
     start = pmaf.isvd(A, 2).right
     assert pmaf.ISVD(2, solver=Krylov())(A, init=start).right.shape == start.shape
     assert pmaf.NullSpace(2, solver=Krylov())(A, init=start).shape == start.shape

@@ -92,7 +92,8 @@ class PrincipalEigenvectors(Problem):
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix, the largest
             in modulus; only for one vector.
-        descending: order of the eigenvalues if there are several.
+        descending: order of the eigenvalues if there are several; None for the requested end
+            first.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen;
             all ones unless given. Pass the previous solution to keep signs through training. Or
             an integer, for that component to be positive, or `"largest"`, for the component of
@@ -112,7 +113,7 @@ class PrincipalEigenvectors(Problem):
     k: int | None = None
     largest: bool = True
     symmetric: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
-    descending: bool = True
+    descending: bool | None = None
     reference: Tensor | int | str | None = None
     skip: int = 0
     M: Any = None
@@ -124,6 +125,7 @@ class PrincipalEigenvectors(Problem):
     copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "descending", requested_first(self.descending, self.largest))
         A, k = self.require_matrix("A", "n, n"), self.k
         if A.shape[-1] != A.shape[-2]:
             raise ValueError(
@@ -437,6 +439,11 @@ class PrincipalEigenvectors(Problem):
             errors.require_finite(**{name: (reference, 2 if block else 1)})
 
 
+def requested_first(descending: bool | None, largest: bool) -> bool:
+    """Whether values descend; None has the requested end first."""
+    return largest if descending is None else descending
+
+
 # The kernels factor the matrix once for each vector.
 COMPILED_VECTORS = 32
 
@@ -445,7 +452,7 @@ def solve_commonly(
     A: Tensor, M: Tensor | None = None, *, k: int | None, largest: bool
 ) -> tuple[Tensor, Tensor]:
     """Vectors and values of a default call, by the common path."""
-    problem = PrincipalEigenvectors(A, k, largest, descending=largest, M=M)
+    problem = PrincipalEigenvectors(A, k, largest, M=M)
     found = problem.run(Auto(), Implicit(), report=False)
     return found.value, found.multiplier
 

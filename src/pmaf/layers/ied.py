@@ -17,6 +17,7 @@ from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
     Eigenpairs,
     PrincipalEigenvectors,
+    requested_first,
     solve_commonly,
     unposed,
 )
@@ -133,7 +134,7 @@ def ied(
     skip: int = 0,
     largest: bool = True,
     symmetric: bool = True,
-    descending: bool = True,
+    descending: bool | None = None,
     solver: Solver | None = None,
     gradient: Gradient | None = None,
     reference: Tensor | int | str | None = None,
@@ -160,7 +161,8 @@ def ied(
             vector of a Laplacian.
         largest: the largest eigenvalues, or the smallest.
         symmetric: False for the dominant real eigenvalue of a general matrix.
-        descending: order of the eigenvalues if there are several.
+        descending: order of the eigenvalues if there are several. Unless given, the requested end
+            is first: they descend from the largest, or ascend from the smallest.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each eigenvector is chosen,
@@ -178,6 +180,7 @@ def ied(
     >>> values, vectors
     (tensor(3.), tensor([1., 0., 0., 0.]))
     """
+    descending = requested_first(descending, largest)
     if (
         symmetric
         and (k is None or (type(k) is int and k > 0 and (k == 1 or descending == largest)))
@@ -209,7 +212,7 @@ class IED(nn.Module):
 
     >>> import torch, pmaf
     >>> pmaf.IED(k=3, largest=False)
-    IED(k=3, largest=False, symmetric=True, descending=True, solver=Auto(), gradient=Implicit())
+    IED(k=3, largest=False, symmetric=True, descending=False, solver=Auto(), gradient=Implicit())
     """
 
     def __init__(
@@ -219,15 +222,15 @@ class IED(nn.Module):
         skip: int = 0,
         largest: bool = True,
         symmetric: bool = True,
-        descending: bool = True,
+        descending: bool | None = None,
         solver: Solver | None = None,
         gradient: Gradient | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         errors.require_count("k", k)
-        self.k, self.largest, self.symmetric, self.descending = k, largest, symmetric, descending
-        self.skip = skip
+        self.k, self.largest, self.symmetric, self.skip = k, largest, symmetric, skip
+        self.descending = requested_first(descending, largest)
         self.solver, self.gradient = solver or Auto(), gradient or Implicit()
         self.generator = generator
 

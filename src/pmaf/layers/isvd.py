@@ -18,6 +18,7 @@ from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.complex_singular import EmbeddedSingularVectors
+from pmaf.layers.eigenvectors import requested_first
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
@@ -32,7 +33,7 @@ from pmaf.solvers.base import Outcome, Triplets
 
 
 class SingularTriplets(NamedTuple):
-    """Left vectors, singular values and right vectors, as `torch.linalg.svd` orders them.
+    """Left vectors, singular values and right vectors, as `torch.linalg.svd` returns them.
 
     `(*, m)`, `(*,)` and `(*, n)`, or `(*, m, k)`, `(*, k)` and `(*, n, k)`.
 
@@ -100,6 +101,7 @@ def isvd(
     k: int | None = None,
     *,
     largest: bool = True,
+    descending: bool | None = None,
     reference: Any = None,
     solver: Solver | None = None,
     init: Tensor | None = None,
@@ -114,7 +116,9 @@ def isvd(
             float16 and bfloat16 are computed in float32. Or a sparse tensor, a DTensor, or an
             operator of `pmaf.operators`.
         k: how many, at most `min(m, n)`; None for one, without a dimension for it.
-        largest: the largest singular values, or the smallest; either in descending order.
+        largest: the largest singular values, or the smallest.
+        descending: order of the singular values if there are several. Unless given, the requested
+            end is first: they descend from the largest, or ascend from the smallest.
         reference: `(*, n)` or `(*, n, k)`, towards which the sign of each right vector is chosen,
             or its phase if it is complex, as in `pmaf.ied`; the left vector follows.
         solver: one of `pmaf.solvers`; `Auto()` unless given.
@@ -130,7 +134,7 @@ def isvd(
     (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
     """
     # Checks the arguments; signs belong to the right vectors.
-    given = PrincipalSingularVectors(A, None, k, largest, True, reference)
+    given = PrincipalSingularVectors(A, None, k, largest, descending, reference)
     m, n = given.A.shape[-2:]
     if given.width > min(m, n):
         raise ValueError(f"k must lie between 1 and min(m, n) = {min(m, n)}; got {k}")
@@ -162,7 +166,7 @@ def isvd(
 def _directly(
     A: Tensor, given: PrincipalSingularVectors, solver: Solver | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors as columns, and values, descending; of the transpose of a wide tensor."""
+    """Vectors as columns, and values, in order; of the transpose of a wide tensor."""
     kind, copies = (_EmbeddedTriplets, 2) if A.is_complex() else (_PrincipalTriplets, 1)
     # The embedding of the conjugate transpose is the transpose of the embedding.
     A = real_matrix(A) if A.is_complex() else A
@@ -170,7 +174,7 @@ def _directly(
     problem = kind(A, None, copies * given.width, given.largest)
     found = problem.run(solver or _AUTO, _IMPLICIT, report=False)
     rows, values = found.value[..., ::copies, :], found.multiplier[..., ::copies]
-    if not given.largest:
+    if given.flipped:
         rows, values = rows.flip(-2), values.flip(-1)
     left, right = halves(rows, A.shape[-2])
     if copies == 2:
@@ -188,7 +192,7 @@ def _by_products(
         if init is not None:
             init = ranks.whole(A.matvec(ranks.replicate(init.detach().mT, _mesh(A)))).mT
         A = Transposed(A)
-    problem = PrincipalSingularVectors(A, None, given.width, given.largest)
+    problem = PrincipalSingularVectors(A, None, given.width, given.largest, given.descending)
     found = problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False)
     right, values = ranks.whole(found.value), ranks.whole(found.multiplier)
     # The images of null vectors are rounding.
@@ -209,7 +213,8 @@ def _on_ranks(
     named = {"A": (given.matrix, 2), **given.hints(), "init": (init, given.dims_of(init))}
     parts = ranks.Parts(given.batch_shape, named)
     mine = {"reference": given.reference, **parts.inputs}
-    found = isvd(mine.pop("A"), given.k, largest=given.largest, solver=solver, **mine)
+    order = {"largest": given.largest, "descending": given.descending}
+    found = isvd(mine.pop("A"), given.k, **order, solver=solver, **mine)
     return SingularTriplets(*(parts.join(x) for x in found))
 
 
@@ -218,15 +223,21 @@ class ISVD(nn.Module):
 
     >>> import torch, pmaf
     >>> pmaf.ISVD(k=3)
-    ISVD(k=3, largest=True, solver=Auto())
+    ISVD(k=3, largest=True, descending=True, solver=Auto())
     """
 
     def __init__(
-        self, k: int | None = None, *, largest: bool = True, solver: Solver | None = None
+        self,
+        k: int | None = None,
+        *,
+        largest: bool = True,
+        descending: bool | None = None,
+        solver: Solver | None = None,
     ) -> None:
         super().__init__()
         errors.require_count("k", k)
         self.k, self.largest, self.solver = k, largest, solver or Auto()
+        self.descending = requested_first(descending, largest)
 
     def forward(
         self,
@@ -235,11 +246,18 @@ class ISVD(nn.Module):
         init: Tensor | None = None,
     ) -> SingularTriplets:
         return isvd(
-            A, self.k, largest=self.largest, reference=reference, solver=self.solver, init=init
+            A,
+            self.k,
+            largest=self.largest,
+            descending=self.descending,
+            reference=reference,
+            solver=self.solver,
+            init=init,
         )
 
     def __prepare_scriptable__(self) -> None:
         errors.refuse_script(self)
 
     def extra_repr(self) -> str:
-        return f"k={self.k!r}, largest={self.largest!r}, solver={self.solver!r}"
+        names = ("k", "largest", "descending", "solver")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

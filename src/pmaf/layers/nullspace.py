@@ -50,7 +50,7 @@ def nullspace(
     >>> pmaf.nullspace(torch.tensor([[3.0, -4.0], [6.0, -8.0]]))
     tensor([0.8000, 0.6000])
     """
-    problem = PrincipalSingularVectors(A, weights, k, False, False, reference)
+    problem = PrincipalSingularVectors(A, weights, k, largest=False, reference=reference)
     return problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False).value
 
 

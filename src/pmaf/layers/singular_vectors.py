@@ -42,7 +42,8 @@ class PrincipalSingularVectors(Problem):
         k: how many vectors, at most n; None for one, without a dimension for it.
         largest: those of the largest singular values, or of the smallest. A wide matrix has
             `n − m` singular vectors of the singular value zero, its null space.
-        descending: order of the singular values if there are several.
+        descending: order of the singular values if there are several; None for the requested end
+            first.
         reference: towards which the sign of each vector is chosen, as in `PrincipalEigenvectors`.
         single: set by the library, for numbers that float32 holds in tensors of float64.
 
@@ -56,7 +57,7 @@ class PrincipalSingularVectors(Problem):
     weights: Tensor | None = None
     k: int | None = None
     largest: bool = True
-    descending: bool = True
+    descending: bool | None = None
     reference: Any = None
     single: bool = field(default=False, repr=False)
 
@@ -71,8 +72,9 @@ class PrincipalSingularVectors(Problem):
         if weights is not None:
             errors.require_row_weights(weights, "A", A)
             errors.require_broadcast("A", A.shape[:-2], "weights", weights.shape[:-1])
-        # Checks k and the reference.
+        # Checks k and the reference, and settles the order.
         posed = self._posed()
+        object.__setattr__(self, "descending", posed.descending)
         object.__setattr__(self, "reference", posed.reference)
 
     def _posed(self) -> PrincipalEigenvectors:

@@ -43,9 +43,9 @@ _AUTO, _IMPLICIT = Auto(), Implicit()
 class SpectralFunction:
     """The problem of `pmaf.spectral`, for `pmaf.solve` and `pmaf.certify`.
 
-    The solution is `F = V f(Λ) Vᵀ`. Its multipliers are the eigenvalues of the group, in descending
-    order and without gradients, its residual is `‖AF − FA‖ / ‖A‖‖F‖`, and its gap is the distance
-    from the group to the next eigenvalue, infinite if there is none.
+    The solution is `F = V f(Λ) Vᵀ`. Its multipliers are the eigenvalues of the group, the requested
+    end first and without gradients, its residual is `‖AF − FA‖ / ‖A‖‖F‖`, and its gap is the
+    distance from the group to the next eigenvalue, infinite if there is none.
 
     The certificate of a matrix `F` says how far it is from Hermitian (`feasibility`), from a
     function of `A` (`stationarity`, the residual), and from the one that is meant (`optimality`,
@@ -107,7 +107,7 @@ class SpectralFunction:
         A, k, largest = self.A, self.width, self.largest
         if isinstance(A, Operator):
             value, found = find_by_products(A, scalar_of(self.function), k, largest)
-            order = found.multiplier.detach().sort(-1, descending=True).values
+            order = found.multiplier.detach().sort(-1, descending=largest).values
             return replace(found, value=value, multiplier=order, gap=self._gap_by_products(A))
         value = spectral(A, self.function, self.k, largest=largest)
         fixed = ranks.whole(A.detach())
@@ -122,7 +122,7 @@ class SpectralFunction:
         product = frobenius(fixed) * frobenius(F)
         return Solution(
             value=value,
-            multiplier=values[..., :k] if largest else values[..., n - k :],
+            multiplier=values[..., :k] if largest else values[..., n - k :].flip(-1),
             residual=torch.linalg.matrix_norm((fixed @ F - F @ fixed) / product),
             gap=gap,
             iterations=blank.to(torch.int64),
@@ -136,7 +136,7 @@ class SpectralFunction:
         if k == A.shape[-1]:
             return torch.full(A.batch_shape, torch.inf, dtype=A.dtype.to_real(), device=A.device)
         more = PrincipalEigenvectors(A, k + 1, self.largest).run(_AUTO, _IMPLICIT)
-        values = more.multiplier.sort(-1, descending=self.largest).values
+        values = more.multiplier
         return (values[..., k - 1] - values[..., k]).abs()
 
     def certify(self, value: Any) -> Certificate:
