@@ -239,9 +239,9 @@ IED_RULES = [
     ),
     Bug(
         "shifts of equal eigenvalues are not coupled",
-        "gradients/eigenvectors.py",
-        "shift = shift + 0.5 * (coupling + coupling.mT)",
-        "shift = shift + 0 * (coupling + coupling.mT)",
+        "tangent/bordered.py",
+        "return shift + 0.5 * (coupling + coupling.mT)",
+        "return shift + 0 * (coupling + coupling.mT)",
         "test_ied_repeated.py::test_derivatives_of_projectors",
     ),
     Bug(
@@ -2311,6 +2311,13 @@ COMPLEX_SINGULAR = [
         "gap_of(spectrum[..., ::copies], -(-problem.width // copies), problem.largest)",
         "gap_of(spectrum, problem.width, problem.largest)",
         "test_complex_singular.py::test_solutions_are_those_of_svd",
+    ),
+    Bug(
+        "triplets: forward mode takes the tangents of what is zero for rounding",
+        "gradients/triplets.py",
+        "y + system.linear_solve(rest, border, (fixed,), state)",
+        "y + system.solve(rest, border, (fixed,), state)",
+        "test_forward.py::test_all_modes_agree_where_products_are_zero",
     ),
     Bug(
         "complex singular: gradients of weights without a conjugate",

@@ -6,10 +6,11 @@ in another, the fourth derivative of what turns is itself, once and sixteen time
 
 import pytest
 import torch
-from torch.func import jvp
+from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
 import pmaf
 from pmaf.solvers import Lanczos, PowerIteration, ProjectedGradient, Secular
+from tests import oracles
 
 T = torch.float64
 EPS = torch.finfo(T).eps
@@ -142,3 +143,110 @@ def test_equal_eigenvalues(seed):
     P = vectors[:, 2:] @ vectors[:, 2:].mT
     expected = derivative(lambda t: turn(t) @ P @ turn(t).mT, t, 1)
     torch.testing.assert_close(derivative(projector, t, 1), expected, rtol=0, atol=bound(3, 1))
+
+
+# Matrices of few small integers: their vectors have zeros, and products of them are exactly zero,
+# while derivatives of these products are not.
+
+
+def drawn(m, n, spectrum, seed):
+    """A matrix of small integers, most of them zero, whose spectrum is apart, and apart from 0.
+
+    The first two seeds stand for diagonal matrices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([-1.0, 0.0, 0.0, 1.0, 2.0], dtype=T)
+    while True:
+        A = choices[torch.randint(5, (m, n), generator=generator)]
+        if seed < 2:
+            A = torch.zeros(m, n, dtype=T)
+            A.diagonal().copy_(torch.randint(-5, 6, (min(m, n),), generator=generator))
+        values = spectrum(A).sort().values
+        if float(values.diff().min()) > 0.2 and float(values.abs().min()) > 0.2:
+            return A
+
+
+def weighed(*outputs):
+    """A number that depends on all outputs, the real and the imaginary parts of complex ones."""
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in outputs]
+    return sum((x * torch.arange(1.0, 1 + x.numel(), dtype=T).cos().view(x.shape)).sum()
+               for x in parts)  # fmt: skip
+
+
+def outer(x, y):
+    """All products of a column of x and the same column of y, which have no sign or phase."""
+    return x.mT.unsqueeze(-1) * y.mT.conj().unsqueeze(-2)
+
+
+def complexified(A):
+    return torch.complex(A, 0.5 * A.flip(-1))
+
+
+def metric(A):
+    return torch.diag(torch.arange(1.0, 1 + len(A), dtype=T)) + 0.5 * A @ A.mT
+
+
+def pair_values(A):
+    inverse = torch.linalg.inv(torch.linalg.cholesky(metric(A)))
+    return torch.linalg.eigvalsh(inverse @ (A + A.mT) @ inverse.mT)
+
+
+def triplets(A, largest):
+    u, s, v = pmaf.isvd(A, 2, largest=largest, reference="largest")
+    return weighed(outer(u, v), s, outer(u, u))
+
+
+def null_vectors(A, largest):
+    found = pmaf.solve(pmaf.PrincipalSingularVectors(A, k=2, largest=largest))
+    return weighed(outer(found.value, found.value), found.multiplier)
+
+
+def eigenpairs(A, largest, M=None):
+    values, vectors = pmaf.ied(A + A.mH, 2, largest=largest, M=M, reference="largest")
+    return weighed(outer(vectors, vectors), values)
+
+
+def of_complex(layer):
+    return lambda A, largest: layer(complexified(A), largest)
+
+
+WITH_ZEROS = {
+    "isvd": (triplets, torch.linalg.svdvals, [(2, 2), (3, 3), (4, 2), (2, 3)]),
+    "nullspace": (null_vectors, torch.linalg.svdvals, [(2, 2), (3, 3), (4, 2)]),
+    "ied": (eigenpairs, lambda A: torch.linalg.eigvalsh(A + A.mT), [(2, 2), (3, 3), (4, 4)]),
+    "pair": (lambda A, largest: eigenpairs(A, largest, metric(A)), pair_values, [(2, 2), (3, 3)]),
+    "complex isvd": (
+        of_complex(triplets),
+        lambda A: torch.linalg.svdvals(complexified(A)),
+        [(2, 2), (3, 2), (2, 3)],
+    ),
+    "complex ied": (
+        of_complex(eigenpairs),
+        lambda A: torch.linalg.eigvalsh(complexified(A) + complexified(A).mH),
+        [(2, 2), (3, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+@pytest.mark.parametrize("name", WITH_ZEROS)
+def test_all_modes_agree_where_products_are_zero(name, largest):
+    layer, spectrum, shapes = WITH_ZEROS[name]
+    for shape in shapes:
+        for seed in range(6):
+            A = drawn(*shape, spectrum, seed)
+
+            def f(A):
+                return layer(A, largest)
+
+            truth = oracles.differences(f, A)
+            atol = 1e-7 * max(1.0, float(truth.abs().max()))
+            for found in (grad(f)(A), jacfwd(f)(A)):
+                torch.testing.assert_close(found, truth, rtol=0, atol=atol)
+            if seed % 2 == 0:
+                twice = oracles.differences(lambda A: weighed(grad(f)(A)), A)
+                atol = 1e-6 * max(1.0, float(twice.abs().max()))
+                for second in (jacrev(grad(f)), hessian(f), jacrev(jacfwd(f)), jacfwd(jacfwd(f))):
+                    columns = second(A).movedim((-2, -1), (0, 1))
+                    found = torch.stack([weighed(x) for x in columns.flatten(0, 1)]).view(shape)
+                    torch.testing.assert_close(found, twice, rtol=0, atol=atol)

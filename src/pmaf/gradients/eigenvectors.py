@@ -35,7 +35,7 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain, require_eager
-from pmaf.tangent.bordered import State, Tensors, tangent_solve
+from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import complement_solve
 from pmaf.tangent.general import dominant_solve
 from pmaf.tangent.kept import Decomposition, Rate
@@ -197,14 +197,8 @@ class EigenConditions(NamedTuple):
 
     def solve(self, v: Tensor) -> Tensor:
         """`z` for a symmetric matrix and rows `v` without their normal part."""
-        y, k = self.y, self.values.shape[-1]
-        shift = self.values.unsqueeze(-1)
-        if k > 1:
-            shift = torch.diag_embed(self.values)
-            if torch.is_grad_enabled():  # the coupling is zero, its derivative is not
-                eye = torch.eye(k, dtype=torch.bool, device=y.device)
-                coupling = (y @ self.A @ y.mT).masked_fill(eye, 0)
-                shift = shift + 0.5 * (coupling + coupling.mT)
+        y = self.y
+        shift = coupled(self.values, lambda: y @ self.A @ y.mT)
         return tangent_solve(_ShiftedSystem(), v, y, (self.A,), shift, self.state)
 
     def _bordered_solve(self, v: Tensor | None) -> Tensor:

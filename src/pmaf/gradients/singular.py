@@ -29,7 +29,7 @@ from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, tangent_solve
+from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import SingularBasis
 
@@ -150,8 +150,7 @@ class SingularConditions:
     def tangent_solve(self, v: Tensor | None) -> Tensor:
         """`z` for the incoming gradients `v` of the vectors and those of the singular values."""
         tensors, y, state, _, _, d_values, _ = self.given
-        values, k = state.shift, state.shift.shape[-1]
-        along = None
+        values, along = state.shift, None
         if d_values is not None:
             # Of a singular value that is zero, zero is one of the subgradients.
             size = torch.linalg.matrix_norm(rooted(*(x.detach() for x in tensors)))
@@ -161,13 +160,14 @@ class SingularConditions:
         if v is None:
             assert along is not None
             return along
-        shift = torch.diag_embed(values.square())
-        if k > 1 and torch.is_grad_enabled():  # the coupling is zero, its derivative is not
+
+        def within() -> Tensor:
             A, weights = (*tensors, None)[:2]
             assert A is not None
             image = y @ A.mT
-            eye = torch.eye(k, dtype=torch.bool, device=y.device)
-            shift = shift + (weighted(image, weights) @ image.mT).masked_fill(eye, 0)
+            return weighted(image, weights) @ image.mT
+
+        shift = coupled(values.square(), within)
         system = _GramSystem(self.largest, self.single)
         z = tangent_solve(system, v, y, tensors, shift, state)
         return z if along is None else z + along

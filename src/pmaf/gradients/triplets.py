@@ -32,7 +32,7 @@ from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, pair_basis
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, tangent_solve
+from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import SingularBasis
 
@@ -62,18 +62,32 @@ class _PairSystem:
     single: bool  # whether the numbers of `A` are those of a float32 matrix
 
     def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        # Rounding along (u, −v) is divided by 2σ, and has to be cleared for the other requested
+        # vectors, too, where there is nothing but rounding: for a function of complex left vectors
+        # that does not depend on their phases, along (iu, −iv).
+        mirrors = y[..., v.shape[-2] :, :]
+        return self._solve(v, y, tensors, state, unknown(v @ mirrors.mT, v))
+
+    def linear_solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        """The same by operations that are linear in `v`, and carry its derivatives.
+
+        `v` may be zero here, and its derivatives are not. So nothing in it counts as rounding.
+        """
+        k = v.shape[-2]
+        none = torch.zeros((k, k), dtype=torch.bool, device=v.device)
+        return self._solve(v, y, tensors, state, none)
+
+    def _solve(
+        self, v: Tensor, y: Tensor, tensors: Tensors, state: State, rounding: Tensor
+    ) -> Tensor:
+        """`z`, without its part along `(u, −v)` of other vectors where that is rounding."""
         (A,), kept = tensors, state.kept
         mirrors = y[..., v.shape[-2] :, :]
-
-        itself = torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
-        zero = itself | unknown(v @ mirrors.mT, v)
+        zero = rounding | torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
 
         def clear(x: Tensor) -> Tensor:
             return x - torch.where(zero, x @ mirrors.mT, 0) @ mirrors
 
-        # Rounding along (u, −v) is divided by 2σ. So it is cleared before and after, and for the
-        # other requested vectors, too, where there is nothing but rounding: for a function of
-        # complex left vectors that does not depend on their phases, along (iu, −iv).
         v = clear(v)
         compiled = A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A)
         if self.single and compiled and not isinstance(kept, SingularBasis):
@@ -194,17 +208,12 @@ class TripletConditions:
     def tangent_solve(self, g: Tensor | None) -> Tensor:
         """`z` for the incoming gradients `g` of the vectors and those of the values."""
         (A,), y, state, _, _, d_values, _ = self.given
-        values, k = state.shift, state.shift.shape[-1]
         along = None if d_values is None else 0.5 * d_values.unsqueeze(-1) * y
         if g is None:
             assert along is not None
             return along
-        shift = torch.diag_embed(values)
-        if k > 1 and torch.is_grad_enabled():  # the coupling is zero, its derivative is not
-            u, v = halves(y, A.shape[-2])
-            eye = torch.eye(k, dtype=torch.bool, device=y.device)
-            coupling = (u @ A @ v.mT).masked_fill(eye, 0)
-            shift = shift + 0.5 * (coupling + coupling.mT)
+        u, v = halves(y, A.shape[-2])
+        shift = coupled(state.shift, lambda: u @ A @ v.mT)
         system, border = _PairSystem(self.largest, self.single), _both(y, A.shape[-2])
         z = tangent_solve(system, g, border, (A,), shift, state)
         return z if along is None else z + along
@@ -232,7 +241,7 @@ def triplet_newton(
         u, v = halves(y, m)
         within = u @ A @ v.mT
         rest = _times(y, A) - only_linked(0.5 * (within + within.mT)) @ y
-        u, v = halves(y + system.solve(rest, border, (fixed,), state), m)
+        u, v = halves(y + system.linear_solve(rest, border, (fixed,), state), m)
         # Newton's step towards orthonormal rows, whose error is the square of the last step.
         u, v = (1.5 * x - 0.5 * only_linked(x @ x.mT) @ x for x in (u, v))
         return torch.cat([u, v], -1)

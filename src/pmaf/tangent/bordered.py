@@ -15,6 +15,7 @@ implemented below. It is a solve of the same kind, so that derivatives of any or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,6 +62,21 @@ class BorderedSystem(Protocol):
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         """Gradients of `Σ wᵀ H z` in the tensors and the shifts."""
         ...
+
+
+def coupled(values: Tensor, within: Callable[[], Tensor]) -> Tensor:
+    """The shifts of k rows as a matrix `(*, k, k)`, for systems that equal values couple.
+
+    `within` returns the matrix in the span of the rows, whose diagonal are the values. All its
+    other entries are zero, but their derivatives are not; they are left out if nothing records.
+    """
+    shift = torch.diag_embed(values)
+    k = values.shape[-1]
+    if k == 1 or not torch.is_grad_enabled():
+        return shift
+    itself = torch.eye(k, dtype=torch.bool, device=values.device)
+    coupling = within().masked_fill(itself, 0)
+    return shift + 0.5 * (coupling + coupling.mT)
 
 
 def tangent_solve(
