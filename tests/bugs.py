@@ -2313,6 +2313,27 @@ COMPLEX_SINGULAR = [
         "test_complex_singular.py::test_solutions_are_those_of_svd",
     ),
     Bug(
+        "singular: numbers of float32 in other units count as those of float64",
+        "layers/singular_vectors.py",
+        "single = self.single or A.dtype != self.dtype",
+        "single = self.single",
+        "test_batches.py::test_triplets test_batches.py::test_null_spaces",
+    ),
+    Bug(
+        "range: a b of zero is divided as if it had a size",
+        "layers/least_squares.py",
+        "excess = torch.where(largest > 0, excess, 0)",
+        "excess = torch.where(largest > -1, excess, 0)",
+        "test_batches.py::test_the_gradient_of_no_b_has_the_units_of_A",
+    ),
+    Bug(
+        "pairs by products: the roundings of one M are those of all",
+        "operators/inner.py",
+        "metric.rounding = ratio.squeeze(-1).clamp_min(1)",
+        "metric.rounding = ratio.amax().clamp_min(1).expand(len(ratio))",
+        "test_batches.py::test_pairs_beside_an_ill_conditioned_metric",
+    ),
+    Bug(
         "triplets: forward mode takes the tangents of what is zero for rounding",
         "gradients/triplets.py",
         "y + system.linear_solve(rest, border, (fixed,), state)",

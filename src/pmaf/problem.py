@@ -24,7 +24,7 @@ from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
 from pmaf.linalg.roundings import HALF, OutOfRangeError
 from pmaf.native import Gradients
 from pmaf.operators import Operator, as_operator
-from pmaf.operators.base import known_by_products
+from pmaf.operators.base import TimesPowers, known_by_products
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import (
     forward_mode,
@@ -491,7 +491,7 @@ class Problem(Named):
         parts = []
         for name, x in zip(self.inputs, self.tensors):
             if isinstance(x, Operator):
-                parts.append(x / float(unit))
+                parts.append(TimesPowers(x, -unit.log2()))
             else:
                 parts.append(x / unit.reshape(*unit.shape, *(1,) * self.inputs[name]))
         return self.with_tensors(*parts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pmaf.linalg.decompositions import cholesky, eigh
-from pmaf.linalg.products import norm, solve_factored, symmetric_part
+from pmaf.linalg.products import norm, one_if_zero, solve_factored, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.linalg.symmetric_part import SymmetricPart, fixed_rows
 
@@ -67,7 +67,8 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
         done = rest <= wanted
         if done.all() or m == limit:
             y = torch.bmm(s[:, :, -k:].flip(-1).mT, basis)
-            return judge(part, y / norm(y).unsqueeze(-1), scale, done, m)
+            # Beyond an invariant space, as of a matrix of low rank, the basis has rows of zeros.
+            return judge(part, y / one_if_zero(norm(y)).unsqueeze(-1), scale, done, m)
         left = _steps_left(rest / wanted, gap / (theta[:, -1] - theta[:, 0]))
         hopeful = done | (m + left <= limit)
         if 2 * int(hopeful.sum()) < B:

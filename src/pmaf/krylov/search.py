@@ -64,7 +64,7 @@ def search(
     task: Task,
     *,
     size: int,
-    tolerance: float,
+    tolerance: Tensor | float,
     limit: int,
     symmetric: bool,
     agreed: Callable[[Tensor], bool],
@@ -77,7 +77,7 @@ def search(
         product: of rows `(B, p, n)`.
         start: `(B, p, n)`, no row zero.
         size: of the space; a full space restarts from its best vectors.
-        tolerance: on the residual.
+        tolerance: on the residual, one number or `(B,)`.
         limit: on the products.
         agreed: whether a mask `(B,)` is true for all entries, as seen by all ranks.
         metric: `M`, for `M⁻¹` times a symmetric product, and rows that are orthonormal in it.
@@ -90,7 +90,7 @@ def search(
     ahead = rest = space.grow(start)
     look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
-    allowed = torch.full_like(start[:, 0, 0], tolerance)
+    allowed = least = torch.zeros_like(start[:, 0, 0]) + tolerance
     restarts, refreshed, system = 0, 0, task.system(product)
     while True:
         if space.full or space.width >= look:
@@ -113,7 +113,7 @@ def search(
                 done = done | (stuck & close)
                 hopeless = hopeless | (stuck & ~close & (refreshed > 1))
             guards = lengths[:, wanted : wanted + task.guards]
-            behind = _behind(inside, space, guards <= tolerance)
+            behind = _behind(inside, space, guards <= least.unsqueeze(-1))
             if everything:
                 # In the whole space no eigenvalue is missing, and the residual is rounding error.
                 behind, done = torch.ones_like(done), residual <= _CLOSE * allowed

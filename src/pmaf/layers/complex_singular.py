@@ -62,8 +62,8 @@ class ComplexSingularVectors(PrincipalSingularVectors):
     def _embedding(self) -> EmbeddedSingularVectors:
         weights = self.weights
         weights = None if weights is None else weights.repeat_interleave(2, -1)
-        k = 2 * self.width
-        return EmbeddedSingularVectors(real_matrix(self.matrix), weights, k, self.largest)
+        k, A = 2 * self.width, real_matrix(self.matrix)
+        return EmbeddedSingularVectors(A, weights, k, self.largest, single=self.single)
 
     def present(self, outcome: Outcome) -> Solution:
         rows, values, residual, gap, iterations, converged = outcome.tensors

@@ -144,7 +144,8 @@ class PairedEigenvectors(Pair):
 
     def divided(self, unit: Tensor) -> Any:
         # Eigenvalues are proportional to A; in M they are of degree −1.
-        return self.changed(A=self.matrix / unit[..., None, None])
+        A = self.matrix / unit[..., None, None]
+        return self.changed(A=A, M=self.M.to(A.dtype))
 
     def is_differentiated(
         self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None

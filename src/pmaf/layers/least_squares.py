@@ -295,13 +295,16 @@ def in_range(
         errors.require_finite(A=(A, 2), b=(b, 1))
     unit = _exponent(A.detach().abs().amax((-2, -1)))
     mantissa, power = _mantissa(radius)
-    length = _exponent(b.detach().abs().amax(-1)) - power
+    largest = b.detach().abs().amax(-1)
     # If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional
-    # to it. So b is divided until its squares do not overflow.
+    # to it. So b is divided until its squares do not overflow; a b of zero has no size to divide.
+    length = _exponent(largest) - power
     excess = (length - unit - _span(A.dtype)).clamp_min(0)
-    if not eager and not always:
-        # A trace cannot branch on whether anything is out of range. The units for A must come from
-        # A alone, since many problems may share it.
+    excess = torch.where(largest > 0, excess, 0)
+    if not always:
+        # A problem that is in range stays as it is beside one that is not, and a trace cannot
+        # branch on whether anything is. The units for A must come from A alone, since many
+        # problems may share it.
         unit = torch.where((sizes > low) & (sizes < high), 0, unit)
         excess = torch.where(quotient.detach().abs().amax(-1) < high, 0, excess)
     return (

@@ -258,7 +258,11 @@ class PrincipalSingularVectors(Problem):
         blame_range(self.matrix)
 
     def divided(self, unit: Tensor) -> Any:
-        return self.changed(A=self.matrix / unit[..., None, None])
+        # The units may be in float64, and the numbers remain those that float32 holds.
+        A, weights = self.matrix / unit[..., None, None], self.weights
+        weights = None if weights is None else weights.to(unit.dtype)
+        single = self.single or A.dtype != self.dtype
+        return self.changed(A=A, weights=weights, single=single)
 
     def finished(self, outcome: Outcome) -> Outcome:
         return _unposed(self.k, self.largest).finished(outcome)

@@ -301,7 +301,7 @@ def _check(posed: MatrixFunction, values: Tensor, found: Any) -> None:
     bad = ~torch.isfinite(found.detach())
     if bad.any():
         worst = float(x[bad][0])
-        size = float(values.abs().amax())
+        size = float(values.abs().amax(-1, keepdim=True).expand_as(x)[bad][0])
         remedy = "choose another function"
         if named:
             remedy = (
@@ -324,7 +324,8 @@ def _require_single(scalar: Scalar, x: Tensor, found: Tensor) -> None:
     with torch.no_grad():
         again = torch.cat([scalar.derivative(y, 0) for y in (x[..., :half], x[..., half:])], -1)
     difference = (again - found.detach()).abs()
-    if (difference > LOOSE * torch.finfo(x.dtype).eps * found.detach().abs().amax()).any():
+    size = found.detach().abs().amax(-1, keepdim=True)
+    if (difference > LOOSE * torch.finfo(x.dtype).eps * size).any():
         raise ValueError(
             "function must act on each eigenvalue alone, but its results change with the other "
             "eigenvalues; multiply the result of pmaf.spectral by what depends on all of them"

@@ -45,7 +45,7 @@ def inner_product(seen: Rows, tolerance: float) -> Metric:
     noise = signs.sign() * dual
     raised = metric.raised(noise)
     ratio = metric.length(raised, noise) / one_if_zero(length)
-    metric.rounding = max(1.0, float(ratio.max()))
+    metric.rounding = ratio.squeeze(-1).clamp_min(1)
     metric.size = (long_norm(dual) / long_norm(x)).unsqueeze(-1)
     return metric
 

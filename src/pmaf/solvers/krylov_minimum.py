@@ -78,9 +78,10 @@ class _Searches:
         size = torch.maximum(image.abs().amax((-2, -1)), g.abs().amax((-2, -1)))
         if self.rows.agreed((size >= tiny) & torch.isfinite(size)):
             return
-        # All batch entries share one unit, because an operator can only be multiplied by a number.
-        unit = power_of_two(self.rows(self.random).abs().amax())
-        if self.rows.agreed(torch.isfinite(unit) & (unit != 1)):
+        image, batch = self.rows(self.random).abs(), self.rows.A.batch_shape
+        # A matrix that all problems of a batch share has one unit, and otherwise each has its own.
+        unit = power_of_two(image.amax((-2, -1)).reshape(batch) if batch else image.amax())
+        if self.rows.agreed(torch.isfinite(unit).all() & (unit != 1).any()):
             raise OutOfRangeError(unit)
 
     def curvature(self, x: Tensor) -> Tensor:

@@ -41,9 +41,10 @@ class Metric:
     ) -> None:
         self.product, self.inverse, self.refuse = product, inverse, refuse
         self.agreed = agreed
-        # How much longer the rounding errors of a product are, as functions, than its result; and
-        # the size of a product, `(B, 1, 1)`, relative to its factor: both for arbitrary vectors.
-        self.rounding: float = 1.0
+        # How much longer the rounding errors of a product are, as functions, than its result,
+        # `(B,)`; and the size of a product, `(B, 1, 1)`, relative to its factor: both for arbitrary
+        # vectors.
+        self.rounding: Tensor | float = 1.0
         self.size: Tensor | float = 1.0
 
     def roundings(self, rows: Tensor, signs: Tensor) -> Tensor:

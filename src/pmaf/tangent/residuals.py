@@ -189,14 +189,16 @@ def scaled_system(
 
 
 def judged(
-    left: Tensor, size: Tensor, largest: Tensor, length: Tensor, rounding: float = 1.0
+    left: Tensor, size: Tensor, largest: Tensor, length: Tensor, rounding: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Residuals relative to the right-hand sides, and whether the solutions are accurate.
 
     The rounding error of the matrix is magnified by the length of the solution; its sum with the
-    residual has to be below `WORTH`. `rounding` is the error of a product, in units of eps.
+    residual has to be below `WORTH`. `rounding` is the error of a product, in units of eps, one
+    number or `(B,)`.
     """
     eps = rounding * torch.finfo(left.dtype).eps
+    eps = eps.unsqueeze(-1) if isinstance(eps, Tensor) else eps
     magnified = largest * length
     solved = left <= LOOSE * eps * (size + magnified)
     known = left + eps * magnified <= WORTH * size
