@@ -2540,3 +2540,27 @@ SURFACE = [
     ),
 ]
 BUGS += SURFACE
+HESSIAN = [
+    Bug(
+        "hessian: buffers of a module are written to",
+        "operators/hessian.py",
+        "None if x is None else x.clone()",
+        "x",
+        "test_hessian.py::test_parameters_of_a_module_get_gradients_and_nothing_else_changes",
+    ),
+    Bug(
+        "hessian: third derivatives that torch computes wrongly are returned",
+        "operators/hessian.py",
+        "other._is_differentiated = True",
+        "other._is_differentiated = False",
+        "test_hessian.py::test_third_derivatives_that_torch_computes_wrongly_are_an_error",
+    ),
+    Bug(
+        "hessian: parameters that require a gradient are constants",
+        "operators/hessian.py",
+        "x if recorded and x.requires_grad else _leaf(x)",
+        "_leaf(x)",
+        "test_hessian.py::test_gradients_of_the_largest_eigenvalue_against_differences",
+    ),
+]
+BUGS += HESSIAN

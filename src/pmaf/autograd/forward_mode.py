@@ -39,7 +39,10 @@ def forward(
     step = problem.newton(fixed, found, solve_opaquely)
     u = found.value
     for _ in range(STEPS):
-        u = step(u)
+        moved = step(u)
+        # The value stays the one that was found: where eigenvalues nearly repeat, a step magnifies
+        # its rounding errors, and the next one those of the first.
+        u = found.value + (moved - constant(moved))
     return found._replace(value=u, multiplier=problem.multiplier_at(u))
 
 

@@ -3,6 +3,7 @@
 from pmaf.operators.base import Operator, Scaled, Sum, as_operator, multiply, multiply_rows
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.gram import Gram
+from pmaf.operators.hessian import Hessian
 from pmaf.operators.low_rank import LowRank
 from pmaf.operators.matrix import Matrix
 from pmaf.operators.matvec import FromMatvec
@@ -13,6 +14,7 @@ __all__ = [
     "Diagonal",
     "FromMatvec",
     "Gram",
+    "Hessian",
     "LowRank",
     "Matrix",
     "Operator",
