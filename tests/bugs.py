@@ -877,6 +877,28 @@ PAIRS = [
         "test_declared.py::test_a_curvature_that_is_not_symmetric_is_refused",
     ),
     Bug(
+        "projector: complex vectors are not conjugated",
+        "autograd/span.py",
+        "            return _Span.apply(V, values.detach())  # pyright: ignore[reportReturnType]\n"
+        "        return V @ V.mH",
+        "            return V @ V.mT\n        return V @ V.mT",
+        "test_projector.py::test_complex_vectors",
+    ),
+    Bug(
+        "projector: second derivatives see the parts inside",
+        "autograd/span.py",
+        "if V.shape[-1] > 1 and plain(V) and",
+        "if False and plain(V) and",
+        "test_projector.py::test_derivatives_beyond_the_first_gradient",
+    ),
+    Bug(
+        "forward mode: steps move the value",
+        "autograd/forward_mode.py",
+        "u = found.value + (moved - constant(moved))",
+        "u = moved",
+        "test_projector.py::test_forward_mode_keeps_the_value",
+    ),
+    Bug(
         "ball: a rounded solution is taken for one inside",
         "gradients/constrained.py",
         "(multiplier > 0) | (sphere.reaches(y) & (gap != 0))",
@@ -949,7 +971,7 @@ PAIRS = [
     Bug(
         "pairs: units divide M, too",
         "layers/dense_pairs.py",
-        "return self.changed(A=self.matrix / unit[..., None, None])",
+        "return self.changed(A=A, M=self.M.to(A.dtype))",
         "return super().divided(unit)",
         "test_pairs.py::test_entries_whose_squares_leave_the_range",
     ),

@@ -1,10 +1,13 @@
 """`Eigenpairs.projector()`: gradients where eigenvalues inside the group nearly repeat."""
 
+import warnings
+
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
+from pmaf.linalg.roundings import merge_tolerance
 from pmaf.operators import Matrix
 from pmaf.solvers import Dense, Lanczos
 
@@ -133,3 +136,81 @@ def test_gradients_whose_squares_leave_the_range(solver, factor, create_graph):
         return found.detach() / scale
 
     torch.testing.assert_close(gradient(factor), gradient(1.0), rtol=0, atol=1e-13)
+
+
+GAPS = [0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2]
+
+
+def derivatives(function, A, D, G):
+    """The derivative in a direction in forward mode, and the Hessian in the same, in two mixes."""
+
+    def loss(A):
+        return (function(A) * G).sum()
+
+    _, forward = torch.func.jvp(function, (A,), (D,))
+    _, mixed = torch.func.jvp(torch.func.grad(loss), (A,), (D,))
+    leaf = A.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (reverse,) = torch.autograd.grad((first * D).sum(), leaf)
+    return forward, *(0.5 * (x + x.mT) for x in (mixed, reverse))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("gap", GAPS)
+def test_derivatives_beyond_the_first_gradient(gap):
+    """They are exact, or a warning names their errors and what to use instead."""
+    _, _, A = nearly_repeated(gap)
+    D, G = (0.5 * (x + x.mT) for x in (randn(6, 6, seed=5), randn(6, 6, seed=6)))
+    expected = derivatives(lambda A: pmaf.spectral(A, "one", k=3), A, D, G)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", pmaf.ConvergenceWarning)
+        found = derivatives(lambda A: pmaf.ied(A, 3).projector(), A, D, G)
+    eps, size = torch.finfo(T).eps, gap / 3
+    told = {str(x.message).partition("; ")[2] for x in caught if "projector()" in str(x.message)}
+    if merge_tolerance(T) < size < eps ** (1 / 3):
+        assert told == {'pmaf.spectral(A, "one", k) is exact there'}
+    else:
+        assert not told
+    first, *second = (float((x - y).norm() / y.norm()) for x, y in zip(found, expected))
+    # The group is 2 apart from the rest; a digit more is for the conditions of both.
+    assert first <= 100 * eps * (1 + 1 / size if size else 1)
+    if not 0 < size < eps ** (1 / 3):  # the warning names errors above one elsewhere
+        assert max(second) <= 1000 * eps * (1 + 1 / size**2 if size else 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pmaf.ConvergenceWarning")
+@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("gap", GAPS)
+def test_forward_mode_keeps_the_value(gap, k):
+    """Newton's steps carry tangents; where eigenvalues nearly repeat, they magnified rounding."""
+    _, _, A = nearly_repeated(gap)
+    value, _ = torch.func.jvp(lambda A: pmaf.ied(A, k, solver=Dense()).vectors, (A,), (A,))
+    torch.testing.assert_close(value, pmaf.ied(A, k, solver=Dense()).vectors, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("M", [None, "pair"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_complex_vectors(k, M):
+    """With the conjugate transpose: `VVᵀ` is no projector of complex vectors."""
+    A = torch.complex(randn(5, 5, seed=1), randn(5, 5, seed=2))
+    A = A + A.mH
+    B = torch.complex(randn(5, 5, seed=3), randn(5, 5, seed=4))
+    metric = None if M is None else B @ B.mH + torch.eye(5)
+    P = pmaf.ied(A, k, M=metric).projector()
+    again = P @ P if metric is None else P @ metric @ P
+    bound = 1000 * torch.finfo(T).eps * float(torch.linalg.matrix_norm(P, 2)) ** 2
+    torch.testing.assert_close(P, P.mH, rtol=0, atol=bound)
+    torch.testing.assert_close(again, P, rtol=0, atol=bound)
+    assert gradcheck(lambda A: pmaf.ied(A, k, M=metric).projector(), A.requires_grad_())
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_second_derivatives_of_a_pair(k):
+    A, M = randn(5, 5, seed=1), randn(5, 5, seed=2)
+    A, M = (A + A.mT).requires_grad_(), (M @ M.mT + torch.eye(5)).requires_grad_()
+
+    def density(A, M):
+        return pmaf.ied(A + A.mT, k, M=M + M.mT).projector()
+
+    assert gradgradcheck(density, (A, M))

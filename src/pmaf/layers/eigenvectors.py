@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors, native
+from pmaf.autograd.span import span_product
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
@@ -30,7 +30,7 @@ from pmaf.operators.base import Operator
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.modes import plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Auto, Reduction, Solver
@@ -52,12 +52,14 @@ class Eigenpairs(NamedTuple):
     vectors: Tensor
 
     def projector(self) -> Tensor:
-        """`VVᵀ`, `(*, n, n)`, the projector onto the span of the vectors; the density matrix of a
+        """`VVᴴ`, `(*, n, n)`, the projector onto the span of the vectors; the density matrix of a
         pair.
 
         It depends on the span alone. Its gradient is exact wherever the span is apart from the
         other eigenvectors, also where eigenvalues inside the group repeat, or nearly repeat, and
-        the vectors themselves have no derivative, or a large one.
+        the vectors themselves have no derivative, or a large one. Forward mode and second
+        derivatives lose digits where they nearly repeat, and warn; `pmaf.spectral(A, "one", k)` is
+        exact there, too.
 
         >>> import torch, pmaf
         >>> pmaf.ied(torch.diag(torch.tensor([3.0, 3.0, 1.0])), k=2).projector()
@@ -66,8 +68,7 @@ class Eigenpairs(NamedTuple):
                 [0., 0., 0.]])
         """
         V = self.vectors if self._several else self.vectors.unsqueeze(-1)
-        with full_precision(V.device) if V.device.type != "meta" else nullcontext():
-            return V @ V.mT
+        return span_product(self.values if self._several else self.values.unsqueeze(-1), V)
 
     @property
     def _several(self) -> bool:

@@ -72,9 +72,14 @@ def forward_mode(*tensors: Tensor | None) -> bool:
 
 
 def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(unwrapped(x)).tangent is not None
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor inside of the wrappers of all transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore
-    return forward_ad.unpack_dual(x).tangent is not None
+    return x
 
 
 def recorded(x: Tensor) -> bool:

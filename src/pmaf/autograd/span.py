@@ -1,0 +1,113 @@
+"""`VVᴴ` of eigenvectors, which depends on their span alone.
+
+Derivatives of the vectors have parts inside the span that grow with one over the differences of the
+eigenvalues, and that cancel in `VVᴴ`. Rounding errors of the parts do not cancel. The first
+gradient does not see them. For higher derivatives and forward mode the span is written as the graph
+of a linear map: let `V₀` be a constant copy of the vectors, `B = V₀⁺V` and `W = VB⁻¹ = V₀ + E`.
+Then `E` maps outside of the span and has small derivatives, and `VVᴴ = W(I + EᴴE)⁻¹Wᴴ` for
+orthonormal vectors. Of a pair with `VᴴMV = I`, the matrix in the middle is `BBᴴ`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from pmaf.autograd.forward_mode import constant
+from pmaf.errors import ConvergenceWarning
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
+from pmaf.runtime.caller import warn
+from pmaf.runtime.modes import forward_mode, full_precision, plain, unwrapped
+from pmaf.runtime.saved import restored, save
+
+
+def span_product(values: Tensor, vectors: Tensor) -> Tensor:
+    """`VVᴴ`, `(*, n, n)`, of eigenvectors `(*, n, k)` with values `(*, k)`."""
+    V = vectors
+    with full_precision(V.device):
+        if V.shape[-1] > 1 and forward_mode(V):
+            _warn_of_close(values)
+            return _by_graph(V)
+        if V.shape[-1] > 1 and plain(V) and V.requires_grad and torch.is_grad_enabled():
+            return _Span.apply(V, values.detach())  # pyright: ignore[reportReturnType]
+        return V @ V.mH
+
+
+def _by_graph(V: Tensor) -> Tensor:
+    fixed, eye = constant(V), torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
+    lengths = fixed.mH @ fixed
+    B = torch.linalg.solve(lengths, fixed.mH @ V)
+    E = torch.linalg.solve(B, V - fixed @ B, left=False)
+    W = fixed + E
+    middle = torch.where(_are_orthonormal(fixed), torch.linalg.inv(eye + E.mH @ E), B @ B.mH)
+    return W @ middle @ W.mH
+
+
+def _are_orthonormal(V: Tensor) -> Tensor:
+    """Whether the vectors are orthonormal, `(*, 1, 1)`, and not those of a pair."""
+    eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
+    off = (V.mH @ V - eye).abs().amax((-2, -1), keepdim=True)
+    return off <= V.shape[-2] * noise_tolerance(V.dtype)
+
+
+def _inside(V: Tensor, x: Tensor) -> Tensor:
+    return V @ (V.mH @ x)
+
+
+class _Span(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, V: Tensor, values: Tensor) -> Tensor:
+        save(ctx, V, values)
+        return V @ V.mH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ((V, values), _), (g,) = restored(ctx), grads
+        with full_precision(V.device):
+            if not torch.is_grad_enabled():
+                return (g + g.mH) @ V, None
+            (found,) = torch.autograd.grad(_by_graph(V), V, g, create_graph=True)
+            # This gradient is outside of the span of orthonormal vectors. Rounding errors inside
+            # would be divided by differences of eigenvalues.
+            with torch.no_grad():
+                inside = _inside(V, found) + _inside(V, found - _inside(V, found))
+                inside = torch.where(_are_orthonormal(V), inside, 0)
+            found = found - inside
+            return _Again.apply(found, values), None  # pyright: ignore[reportReturnType]
+
+
+class _Again(torch.autograd.Function):
+    """A gradient that warns when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, values: Tensor) -> Tensor:
+        save(ctx, values)
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ((values,), _) = restored(ctx)
+        _warn_of_close(values)
+        return grads[0], None
+
+
+def _warn_of_close(values: Tensor) -> None:
+    """Warn of derivatives beyond the first gradient where eigenvalues nearly repeat."""
+    numbers = unwrapped(values).detach()
+    if is_compiling() or type(numbers) is not Tensor or numbers.is_meta:
+        return  # there is nothing to look at
+    away = (numbers.unsqueeze(-1) - numbers.unsqueeze(-2)).abs()
+    size, eps = numbers.abs().amax(-1)[..., None, None], torch.finfo(numbers.dtype).eps
+    close = (away > merge_tolerance(numbers.dtype) * size) & (away < eps ** (1 / 3) * size)
+    if bool(close.any()):
+        least = float((away / size)[close].min())
+        warn(
+            f"eigenvalues inside the group differ by {least:.0e} of the largest, so that forward "
+            "mode and second derivatives of projector() have relative errors of up to "
+            f"{eps / least:.0e} and {eps / least**2:.0e}; "
+            'pmaf.spectral(A, "one", k) is exact there',
+            ConvergenceWarning,
+        )
