@@ -2546,6 +2546,13 @@ SURFACE = [
         "test_house.py::test_common_shapes_are_those_of_torch",
     ),
     Bug(
+        "errors: a trace of TorchScript records constants",
+        "layers/less.py",
+        "    errors.refuse_trace()\n",
+        "",
+        "test_transforms.py::test_torchscript_is_refused_before_anything_runs[less]",
+    ),
+    Bug(
         "order: the largest value first at either end",
         "layers/eigenvectors.py",
         "    return largest if descending is None else descending\n",

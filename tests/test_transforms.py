@@ -1,6 +1,7 @@
 """Every cell of the table in `tests/transforms.py`, and what does not fit into it."""
 
 import dataclasses
+import io
 import logging
 from pathlib import Path
 
@@ -82,6 +83,46 @@ def test_dynamic_shapes_in_single_precision(column):
 
 def test_columns_with_generated_code_exist():
     assert set(GENERATED) <= {column.name for column in COLUMNS}
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+def test_torchscript_is_refused_before_anything_runs(column, caplog):
+    """A trace of TorchScript would record the results of kernels as constants."""
+    caplog.set_level(logging.DEBUG, logger="pmaf")
+    inputs = column.inputs()
+    for call in (
+        column.call,
+        column.module(),
+        lambda *inputs: column.call(*(x[0] for x in inputs)),  # one entry of the batch
+        lambda *inputs: column.call(*(x.float() for x in inputs)),
+        lambda *inputs: column.loss(*(x.requires_grad_() for x in inputs)),
+    ):
+        with pytest.raises(RuntimeError, match=r"TorchScript.* torch\.compile, or torch\.export"):
+            torch.jit.trace(call, inputs, check_trace=False)
+    assert not [x for x in caplog.records if x.name == "pmaf"]
+    # Nothing of a trace is remembered.
+    column.call(*inputs)
+
+
+def test_torchscript_refuses_operators_problems_and_onnx():
+    X = torch.randn(6, 4)
+    known = pmaf.PrincipalEigenvectors(X.mT @ X)
+    calls = (
+        lambda X: pmaf.ied(pmaf.operators.Gram(X)).vectors,
+        lambda X: pmaf.ied(X.mT @ X, M=pmaf.operators.Diagonal(X[0].square())).vectors,
+        lambda X: pmaf.ied((X.mT @ X).to_sparse()).vectors,
+        lambda X: pmaf.isvd(pmaf.operators.Matrix(X)).left,
+        lambda X: pmaf.spectral(X.mT @ X, "exp", 2),
+        lambda X: pmaf.solve(pmaf.SpectralFunction(X.mT @ X, "exp")).value,
+        lambda X: X * pmaf.solve(known).value,
+        lambda X: X * pmaf.certify(known, X[0]).optimality,
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="TorchScript"):
+            torch.jit.trace(call, (X,), check_trace=False)
+    # Other exporters trace in another way.
+    with pytest.raises(RuntimeError, match="TorchScript"):
+        torch.onnx.export(pmaf.ISVD(2), (X,), io.BytesIO(), dynamo=False)
 
 
 def test_the_page_in_the_docs_is_this_table():

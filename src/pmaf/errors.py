@@ -215,9 +215,24 @@ def require_sign_rule(name: str, x: object, n: int) -> None:
 def refuse_script(module: object) -> None:
     """Raise the error of a layer under `torch.jit.script`."""
     raise RuntimeError(
-        f"{type(module).__name__} cannot be compiled by torch.jit.script: a solve depends on data "
-        "in ways TorchScript does not express; use torch.compile, or torch.export to save a program"
+        f"{type(module).__name__} cannot be compiled by torch.jit.script{_NO_SCRIPT}"
     )
+
+
+def refuse_trace() -> None:
+    """Raise the same error under `torch.jit.trace`, which would record results as constants."""
+    if _tracing_state() is not None:
+        raise RuntimeError(
+            "a layer cannot be traced by torch.jit.trace, nor by torch.onnx.export with "
+            f"dynamo=False{_NO_SCRIPT}"
+        )
+
+
+_tracing_state = torch._C._get_tracing_state
+_NO_SCRIPT = (
+    ": a solve depends on data in ways TorchScript does not express; use torch.compile, or "
+    "torch.export to save a program"
+)
 
 
 def require_extra(module: str, extra: str) -> None:
@@ -227,6 +242,7 @@ def require_extra(module: str, extra: str) -> None:
 
 
 def _require_floating(name: str, x: object, or_complex: bool) -> Tensor:
+    refuse_trace()  # first of all: the sizes of its tensors are no numbers
     if not isinstance(x, Tensor):
         hint = "" if x is None else " (torch.as_tensor converts it)"
         if callable(getattr(x, "matvec", None)):

@@ -182,6 +182,7 @@ class Problem(Named):
     def require_matrix(self, name: str, letters: str = "m, n", or_complex: bool = True) -> Any:
         """The field as a dense tensor, which is checked, or as an operator."""
         x = getattr(self, name)
+        errors.refuse_trace()
         if known_by_products(x):
             x = as_operator(x)
             object.__setattr__(self, name, x)

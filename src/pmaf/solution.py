@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.errors import ConvergenceError, ConvergenceWarning
+from pmaf.errors import ConvergenceError, ConvergenceWarning, refuse_trace
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
 from pmaf.operators import Operator
@@ -185,7 +185,8 @@ def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
 
 
 def _require_problem(problem: object, method: str) -> None:
-    """`problem` is one, and not its matrix, its class, or its solution."""
+    """`problem` is one, and not its matrix, its class, or its solution; nor is this a trace."""
+    refuse_trace()
     if isinstance(problem, type) or not callable(getattr(problem, method, None)):
         got = (
             f"the class {problem.__name__}" if isinstance(problem, type) else type(problem).__name__

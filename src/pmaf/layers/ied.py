@@ -115,6 +115,8 @@ def _reduced(
     shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
 ) -> _Planned | None:
     """The problem of matrices for which kernels are used."""
+    # The sizes in a trace of TorchScript are tensors, which are in no cache.
+    errors.refuse_trace()
     square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
     if not (native.available and square and dtype in native.EIGENVECTORS):
         return None

@@ -59,6 +59,8 @@ _STRIDED = torch.strided
 @functools.lru_cache(maxsize=1024)
 def _is_reduced(A: torch.Size, b: torch.Size, dtype: torch.dtype, other_dtype: torch.dtype) -> bool:
     """Whether compiled kernels are used for tensors of these shapes."""
+    # The sizes in a trace of TorchScript are tensors, which are in no cache.
+    errors.refuse_trace()
     alike = len(A) > 1 and A[:-1] == b and dtype == other_dtype and A.numel() > 0
     return alike and native.available and dtype == torch.float32 and are_reduced_columns(*A[-2:])
 
