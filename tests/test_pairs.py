@@ -399,6 +399,40 @@ def test_errors(options, kind, message):
         pmaf.ied(symmetric(4, 4), **options)
 
 
+@pytest.mark.parametrize("complex_too", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize(
+    ("batch", "given", "remedy"),
+    [
+        ((), (4,), "Diagonal(M)"),
+        ((3,), (4,), "Diagonal(M)"),
+        ((3,), (3, 4), "Diagonal(M)"),
+        ((), (3, 4), "Diagonal(M)"),
+        ((2, 3), (2, 3, 4), "Diagonal(M)"),
+        ((), (4, 1), "Diagonal(M.squeeze(-1))"),
+        ((3,), (3, 4, 1), "Diagonal(M.squeeze(-1))"),
+    ],
+)
+def test_a_diagonal_is_told_from_a_matrix(batch, given, remedy, complex_too):
+    """Degrees of a graph, or masses: the error names the operator, with which the call works."""
+    dtype = torch.complex128 if complex_too else T
+    A, d = symmetric(*batch, 4, 4).to(dtype), (1 + torch.rand(given, dtype=T)).to(dtype)
+    b = A[..., 0]
+    for call in (
+        lambda M: pmaf.ied(A, M=M).values,
+        lambda M: pmaf.ied(Matrix(A), M=M).values,
+        lambda M: pmaf.IED(k=1)(A, M=M).values,
+        lambda M: pmaf.solve(pmaf.PrincipalEigenvectors(A, M=M)).multiplier,
+        lambda M: pmaf.less(A, b, M=M),
+        lambda M: pmaf.LESS()(A, b, M=M),
+    ):
+        with pytest.raises(ValueError, match=r"M must have shape \(\*, 4, 4\)") as caught:
+            call(d)
+        assert str(caught.value).endswith(f"pass pmaf.operators.{remedy}")
+    M = eval(remedy, {"Diagonal": Diagonal, "M": d})
+    assert pmaf.ied(A, M=M).values.isfinite().all()
+    assert pmaf.less(A, b, M=M).isfinite().all()
+
+
 def test_a_large_operator_needs_no_factor(caplog):
     caplog.set_level(logging.DEBUG, logger="pmaf")
     n = 3000

@@ -79,6 +79,19 @@ def require_vector(name: str, x: object, letter: str, *, or_complex: bool = Fals
         raise ValueError(f"{name} must have shape (*, {letter}); got a scalar")
 
 
+def require_no_diagonal(name: str, x: object, n: int) -> None:
+    """`x` is not a diagonal of n numbers, or a batch of them, in place of the matrix."""
+    if not isinstance(x, Tensor) or tuple(x.shape[-2:]) == (n, n):
+        return
+    given = tuple(x.shape)
+    column = len(given) > 1 and given[-2:] == (n, 1)
+    if column or (given and given[-1] == n):
+        raise ValueError(
+            f"{name} must have shape (*, {n}, {n}); got {shape_of(x)}; if these are the entries of "
+            f"diagonal matrices, pass pmaf.operators.Diagonal({name}{'.squeeze(-1)' * column})"
+        )
+
+
 def require_alike(name: str, x: Typed, other_name: str, other: Typed, real: bool = False) -> None:
     """`x` and `other` have one device, and one dtype, or with `real` that of real parts."""
     if real and x.dtype == _COMPLEX.get(other.dtype):

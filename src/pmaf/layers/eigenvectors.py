@@ -176,7 +176,9 @@ class PrincipalEigenvectors(Problem):
             )
 
     def _require_metric(self) -> None:
-        A, M = self.A, self.require_matrix("M", "n, n")
+        A = self.A
+        errors.require_no_diagonal("M", self.M, self.n)
+        M = self.require_matrix("M", "n, n")
         if M.shape[-2:] != A.shape[-2:]:
             raise ValueError(
                 f"M must have shape (*, {self.n}, {self.n}) like A; got {errors.shape_of(M)}"

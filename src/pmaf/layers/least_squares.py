@@ -402,10 +402,11 @@ def _require_metric(M: Any, A: Any) -> torch.Size:
         raise TypeError(
             f"M must be a dense tensor or pmaf.operators.Diagonal; got {M!r}, which has no factor"
         )
+    n = A.shape[-1]
     if not isinstance(M, Diagonal):
+        errors.require_no_diagonal("M", M, n)
         errors.require_matrix("M", M, "n, n", or_complex=True)
     errors.require_alike("M", M, "A", A)
-    n = A.shape[-1]
     if M.shape[-2:] != (n, n):
         raise ValueError(
             f"A of shape {errors.shape_of(A)} needs M of shape (*, {n}, {n}); "
