@@ -247,7 +247,9 @@ inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int
   t.prepare();
   largest_values(t, k, values);
   MaskOf<R> good = t.high == t.high;
-  const R close = all_of<R>(1e-6) * (t.high - t.low), allowed = all_of<R>(8) * t.unit;
+  const R allowed = all_of<R>(8) * t.unit;
+  // If all eigenvalues are equal, rounding of them is the whole range.
+  const R close = larger(all_of<R>(1e-6) * (t.high - t.low), allowed);
   for (int j = 0; j < k; ++j) {
     R *occupied = work + 2 * t.n, *z = rows + j * stride;
     for (int l = 0; l < t.n; ++l) occupied[l] = all_of<R>(0);
@@ -262,15 +264,18 @@ inline MaskOf<R> largest_pairs(Tridiagonal<R> &t, int k, R *values, R *rows, int
     if (j > 0) found = both(found, orthogonalise(rows, j, t.n, stride, z));
     // Eigenvalues that are close, in a matrix that does not fall into blocks, have given a vector that
     // depends on those before it: inverse iteration finds another.
+    // Each starts elsewhere, lest one subspace have to hold them all.
     R *trial = occupied;
     for (int l = 0; l < t.n && any(negate(found)); ++l)
-      trial[l] = all_of<R>(1 + 0.5 * ((l * 7919) % 13 - 6.0) / 6);
+      trial[l] = all_of<R>(0.5 + ((l * 856 + j * 727) % 1009) / 1009.0);
     for (int step = 0; step < 4 && any(negate(found)); ++step) {
       orthogonalise(rows, j, t.n, stride, trial);
       invert(t, work, trial);
       orthogonalise(rows, j, t.n, stride, trial);
+      // What was left of a vector that depends on the rows is rounding, and depends on them again.
+      const MaskOf<R> apart = orthogonalise(rows, j, t.n, stride, trial);
       for (int l = 0; l < t.n; ++l) z[l] = choose(found, z[l], trial[l]);
-      found = either(found, residual_of(t, values[j], trial) <= allowed);
+      found = either(found, both(apart, residual_of(t, values[j], trial) <= allowed));
     }
     good = both(good, found);
   }
