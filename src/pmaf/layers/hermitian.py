@@ -26,10 +26,12 @@ from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.embedding import (
     complex_rows,
+    excess,
     independent_rows,
     paired_rows,
     real_matrix,
     real_rows,
+    unpaired_rows,
 )
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import merge_tolerance
@@ -79,7 +81,7 @@ class EmbeddedEigenvectors(PrincipalEigenvectors):
         if rows.shape[-2] == 1:
             y, values = complex_rows(rows), values[..., :1]
         else:
-            y, values = independent(complex_rows(rows), means(values))
+            y, values = independent(complex_rows(rows), values), means(values)
         return outcome._replace(
             value=paired_rows(y), multiplier=values.repeat_interleave(2, -1), kept=kept
         )
@@ -101,28 +103,28 @@ def means(values: Tensor) -> Tensor:
 
 def independent(
     y: Tensor, values: Tensor, dual: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Orthonormal rows `(*, k, n)` from `(*, 2k, n)` in pairs, and their values, `(*, k)`.
+) -> Tensor:
+    """Orthonormal rows `(*, k, n)` from `(*, 2k, n)` in pairs with values `(*, 2k)`, descending.
 
     If all eigenvalues are apart, the rows of a pair are multiples of each other, and one of them
     is taken. Where eigenvalues are equal, rows of different pairs are mixed. The inner product is
     `xᴴMy` if `dual` multiplies rows of the whole batch by M.
     """
-    k, eye = values.shape[-1], torch.eye(values.shape[-1], dtype=y.dtype, device=y.device)
+    k, n = y.shape[-2] // 2, y.shape[-1]
+    options: dict[str, Any] = {} if dual is None else {"dual": dual}
     rows = y[..., ::2, :]
-    excess = (rows if dual is None else dual(rows)) @ rows.mH - eye
+    away = excess(rows, **options)
     # Newton's step towards orthonormal rows squares the error.
-    found = rows - 0.5 * (excess @ rows)
-    mixed = excess.abs().amax((-2, -1)) > torch.finfo(y.dtype).eps ** 0.5
+    found = rows - 0.5 * away @ rows
+    mixed = away.abs().amax((-2, -1)) > torch.finfo(y.dtype).eps ** 0.5
     if mixed.any():
         took("ied: mixed pairs")
-        options = {} if dual is None else {"dual": dual}
         mixed = mixed if dual is None else torch.ones_like(mixed)
-        chosen, places = independent_rows(y[mixed].reshape(-1, 2 * k, y.shape[-1]), k, **options)
+        chosen = independent_rows(
+            y[mixed].reshape(-1, 2 * k, n), values[mixed].reshape(-1, 2 * k), **options
+        )
         found[mixed] = chosen.reshape(found[mixed].shape)
-        values = values.clone()
-        values[mixed] = values[mixed].reshape(-1, k).gather(-1, places // 2).reshape(-1, k)
-    return found, values
+    return found
 
 
 @PrincipalEigenvectors.case(lambda x: x.M is None and x.A.dtype.is_complex)
@@ -148,7 +150,7 @@ class ComplexEigenvectors(PrincipalEigenvectors):
     def present(self, outcome: Outcome) -> Solution:
         rows, values, residual, gap, iterations, converged = outcome.tensors
         first = 2 * self.skip
-        y, values = complex_rows(rows[..., first::2, :]), values[..., first::2]
+        y, values = unpaired_rows(rows[..., first:, :]), values[..., first::2]
         if self.flipped:
             y, values = y.flip(-2), values.flip(-1)
         # New tensors, not views of what the backward pass uses: a user may write into them.

@@ -99,7 +99,8 @@ class EmbeddedPair(PairOfOperators):
             rows = real_rows(y).reshape(seen.entries, -1, self.n)
             return complex_rows(seen.of_symmetric_part(rows)).reshape(y.shape)
 
-        y, values = independent(complex_rows(outcome.value), means(outcome.multiplier), dual)
+        y = independent(complex_rows(outcome.value), outcome.multiplier, dual)
+        values = means(outcome.multiplier)
         return outcome._replace(value=paired_rows(y), multiplier=values.repeat_interleave(2, -1))
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import eigh
+
 
 def real_matrix(A: Tensor) -> Tensor:
     """Complex `(*, m, n)` to real `(*, 2m, 2n)`."""
@@ -47,36 +49,47 @@ def paired_rows(y: Tensor) -> Tensor:
     return real_rows(both).flatten(-3, -2)
 
 
+def unpaired_rows(x: Tensor) -> Tensor:
+    """Real rows `(*, 2k, 2n)` of `y` and of `iy` in turn to complex ones `(*, k, n)`.
+
+    Their mean has the same value as `y` alone. But its gradient comes in for both rows, and is that
+    of a function of their span in which it is one of the span of all `y`. Otherwise, rows of close
+    eigenvalues would get large gradients that cancel.
+    """
+    y = complex_rows(x)
+    return 0.5 * (y[..., ::2, :] - 1j * y[..., 1::2, :])
+
+
 def _itself(rows: Tensor) -> Tensor:
     return rows
 
 
 def independent_rows(
-    y: Tensor, k: int, dual: Callable[[Tensor], Tensor] = _itself
-) -> tuple[Tensor, Tensor]:
-    """Orthonormal rows `(B, k, n)` from `(B, 2k, n)`, and the places `(B, k)` they come from.
+    y: Tensor, values: Tensor, dual: Callable[[Tensor], Tensor] = _itself
+) -> Tensor:
+    """Orthonormal rows `(B, k, n)` from rows `(B, 2k, n)` with values `(B, 2k)`, descending.
 
     The inner product is `xᴴMy` for `dual` that multiplies rows `(B, p, n)` by M.
 
-    The given rows are orthonormal as real vectors, so that among any 2d of them at least d are
-    independent as complex vectors. Each is orthogonalised to those chosen before, and is chosen
-    unless little is left of it. With d − 1 vectors chosen among 2d, the squares of what is left of
-    all of them sum to at least 2, of which those that were not chosen have less than `1/(k + 1)`
-    each. So one more is chosen in time, and a large eigenvalue, which comes first, is never
-    replaced by a smaller one.
+    The given rows are orthonormal as real vectors. With `iy` for each `y`, up to rounding, their
+    span is a space of k complex dimensions. Their Gram matrix then has the eigenvalue two k times,
+    and otherwise zero: no row decides alone what is in the space, since small leftovers of rows
+    that depend on others would become vectors, and take the place of others. Where k cuts a group
+    of equal eigenvalues in two, other eigenvalues of the Gram matrix are below two, and the k
+    largest are at least `2/(k + 1)`. In its eigenvectors, the matrix whose eigenvectors are sought
+    is known by the values of the rows.
     """
-    chosen = torch.zeros_like(y[:, :k])
-    places = torch.zeros(y.shape[0], k, dtype=torch.int64, device=y.device)
-    count = torch.zeros(y.shape[0], dtype=torch.int64, device=y.device)
-    slots = torch.arange(k, device=y.device)
-    for place in range(2 * k):
-        row = y[:, place : place + 1]
-        for _ in range(2):  # the second time removes rounding of the first
-            row = row - (dual(row) @ chosen.mH) @ chosen
-        length = (dual(row) * row.conj()).real.sum(-1, keepdim=True).clamp_min(0).sqrt()
-        taken = (length[:, 0, 0].square() >= 1 / (k + 1)) & (count < k)
-        here = taken[:, None] & (slots == count[:, None])
-        chosen = torch.where(here.unsqueeze(-1), row / length, chosen)
-        places = torch.where(here, place, places)
-        count = count + taken
-    return chosen, places
+    k = y.shape[-2] // 2
+    squares, turn = eigh(dual(y) @ y.mH)
+    squares, turn = squares[..., -k:], turn[..., -k:]
+    within = turn.mT @ (values.unsqueeze(-1) * turn.conj())
+    order = eigh(0.5 * (within + within.mH)).vectors.flip(-1)
+    rows = order.mT @ ((turn.mH / squares.sqrt().unsqueeze(-1)) @ y)
+    # Newton's step towards orthonormal rows squares the error.
+    return rows - 0.5 * excess(rows, dual) @ rows
+
+
+def excess(rows: Tensor, dual: Callable[[Tensor], Tensor] = _itself) -> Tensor:
+    """The products of complex rows `(*, k, n)` minus the identity, `(*, k, k)`."""
+    eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
+    return dual(rows) @ rows.mH - eye
