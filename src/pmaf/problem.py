@@ -336,6 +336,14 @@ class Problem(Named):
         by_products = self.operator is not None
         return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
+    def may_fail(self, solver: Solver) -> bool:
+        """Whether entries may not converge, so that `converged` has to be looked at."""
+        return not (solver.always_converges and self.symmetric)
+
+    def advice(self, solver: Solver) -> str:
+        """What to try where a solver has not converged."""
+        return solver.advice()
+
     def require_value(self, value: Tensor) -> None:
         """Raise an error unless `value` has the shape of a solution."""
         shape, _ = self.shapes

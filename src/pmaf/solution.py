@@ -197,8 +197,11 @@ def _require_problem(problem: object, method: str) -> None:
         )
 
 
-def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
-    """Warn, or raise, if any entry stopped before its own rule was met."""
+def announce(outcome: Outcome, solver: Solver, throw: bool, advice: str | None = None) -> None:
+    """Warn, or raise, if any entry stopped before its own rule was met.
+
+    `advice` says what to try, if it is not what the solver says.
+    """
     if outcome.converged.all():
         return
     failed = ~outcome.converged
@@ -206,7 +209,7 @@ def announce(outcome: Outcome, solver: Solver, throw: bool) -> None:
     steps = int(outcome.iterations[failed].max())
     message = (
         f"{int(failed.sum())} of {failed.numel()} solves did not converge in {steps} iterations "
-        f"(largest residual {worst:.1e}) with {solver!r}; {solver.advice()} ({PAGE})"
+        f"(largest residual {worst:.1e}) with {solver!r}; {advice or solver.advice()} ({PAGE})"
     )
     if throw:
         raise ConvergenceError(message)

@@ -72,8 +72,8 @@ def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw:
         errors.require_finite(init=(init, problem.start_dims))
     with full_precision(first.device), OneThread(first):
         outcome = problem.finished(problem.solved_by(solver, init, report))
-    if not (solver.always_converges and problem.symmetric):
-        announce(outcome, solver, throw)
+    if problem.may_fail(solver):
+        announce(outcome, solver, throw, problem.advice(solver))
     return outcome
 
 

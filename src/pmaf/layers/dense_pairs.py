@@ -46,9 +46,9 @@ from pmaf.layers.hermitian import ComplexEigenvectors, EmbeddedEigenvectors, req
 from pmaf.layers.pairs import Pair, is_complex_search, refuse_metric
 from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import complex_rows, paired_rows, real_matrix
-from pmaf.linalg.pencil import Pencil, Root, are_near, normalised, rayleigh_ritz, small_turn
+from pmaf.linalg.pencil import Pencil, Root, normalised, rayleigh_ritz, turned_inside
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import REFINED, noise_tolerance
+from pmaf.linalg.roundings import LOOSE, REFINED, ROUNDED, noise_tolerance
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.log import took
@@ -82,6 +82,17 @@ class PairedEigenvectors(Pair):
         kept = Congruence(root.inverse, C) if isinstance(found.kept, Nothing) else found.kept
         return found._replace(kept=kept)
 
+    def may_fail(self, solver: Solver) -> bool:
+        # The solver solves for the reduced matrix only.
+        return True
+
+    def advice(self, solver: Solver) -> str:
+        if not solver.always_converges:
+            return solver.advice()
+        return (
+            "M is nearly singular in this precision; use float64, or add a multiple of the identity"
+        )
+
     def pencil(self, A: Tensor, M: Tensor) -> Pencil:
         """The pair in its own variables."""
         return Pencil.of(A, M, self.diagonal)
@@ -105,15 +116,16 @@ class PairedEigenvectors(Pair):
     def _refined(self, found: Outcome, root: Root, C: Tensor) -> Outcome:
         """The solution of the pair, given that for `C`.
 
-        Where residuals `Ay − λMy` are above rounding, the vectors take steps of Newton's method,
-        with the derivative at the solution for `C`, and the best vectors in their span follow.
+        Where residuals `Ay − λMy` or inner products `yᵀMx` are above rounding, the vectors take
+        steps of Newton's method, with the derivative at the solution for `C`. Vectors whose inner
+        products stay far above rounding have not converged.
         """
         pair, rows = self.pencil(*self.tensors), root.back(found.value)
         first = values = found.multiplier
         state = State(first, found.gap, found.kept)
-        x, away = root.turned(pair.dual(rows)), pair.errors(rows, values)
+        x, away = root.turned(pair.dual(rows)), self._errors(pair, rows, values)
         for step in range(_REFINEMENTS):
-            due = away.amax(-1) > REFINED
+            due = (away > 1).any(0)
             if not bool(due.any()):
                 break
             took("pairs: refined")
@@ -122,21 +134,35 @@ class PairedEigenvectors(Pair):
             inside = rest @ rows.mT
             conditions = EigenConditions(C, x, first, None, True, state)
             across = root.back(conditions.solve(root.turned(rest - inside @ dual)))
-            moved = rows + across + small_turn(inside, values) @ rows
+            moved = self.turned(rows, rest, dual, values, pair.are_near(values)) + across
             # A decomposition separates vectors of close values, up to rounding of the largest
             # value, and turns of first order remove that.
             moved, theirs = self.separated(moved, pair, normalised if step else rayleigh_ritz)
-            left = pair.errors(moved, theirs)
+            left = self._errors(pair, moved, theirs)
             # Without a gap to the next eigenvalue, a step may lead away.
-            due = (due & (left.amax(-1) < away.amax(-1))).unsqueeze(-1)
-            values, away = torch.where(due, theirs, values), torch.where(due, left, away)
+            better = (left <= away.clamp_min(1)).all(0) & (left.amax(0) < away.amax(0))
+            due = due & better
+            away, due = torch.where(due, left, away), due.unsqueeze(-1)
+            values = torch.where(due, theirs, values)
             rows = torch.where(due.unsqueeze(-1), moved, rows)
         kept = found.kept
         if isinstance(kept, Decomposition) and values is not first:
             # The requested values are the last, and differ from those of C by its errors.
             others = kept.values[..., : -values.shape[-1]]
             kept = Decomposition(kept.rows, torch.cat([others, values.flip(-1)], -1))
-        return found._replace(value=rows, multiplier=values, kept=kept)
+        converged = found.converged & (pair.skewness(rows) <= LOOSE)
+        return found._replace(value=rows, multiplier=values, converged=converged, kept=kept)
+
+    def _errors(self, pair: Pencil, rows: Tensor, values: Tensor) -> Tensor:
+        """Errors of residuals and of inner products, one for what is rounding, `(2, *)`."""
+        residual = pair.errors(rows, values).amax(-1) / REFINED
+        return torch.stack([residual, pair.skewness(rows) / ROUNDED])
+
+    def turned(
+        self, rows: Tensor, rest: Tensor, dual: Tensor, values: Tensor, near: Tensor
+    ) -> Tensor:
+        """Rows in the span of `rows`, nearer to eigenvectors; the arguments of `turned_inside`."""
+        return turned_inside(rows, rest, dual, values, near)
 
     def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
         """Rows in the span of `rows`, by one of two functions below, and their values."""
@@ -191,17 +217,18 @@ class PairedEigenvectors(Pair):
             else:
                 root = self.root(M)
                 C = root.reduced(A)
-            x = root.turned(self.pencil(A, M).dual(y))
+            pair = self.pencil(A, M)
+            x = root.turned(pair.dual(y))
             # Products in the given variables have no rounding errors of the factor.
             normal, near = normal_part(v @ y.mT, C, state.shift, state)
             # Vectors of a small value would get rounding errors of those of large ones.
-            near = near & are_near(state.shift)
+            near = near & pair.are_near(state.shift)
             normal = torch.where(near, normal, 0)
             across = without(root.turned(v), x, normal, near)
             conditions = EigenConditions(C, x, state.shift, None, True, state)
             z = root.back(conditions.solve(across))
             with torch.no_grad():
-                lacking = self._correction(conditions, root, self.pencil(A, M), y, v, normal, z)
+                lacking = self._correction(conditions, root, pair, y, v, normal, z)
             z = z + lacking
             z = z if along is None else z + along
         assert z is not None
@@ -232,7 +259,9 @@ class PairedEigenvectors(Pair):
         values, dual = conditions.values, pair.dual(y)
         across = v - normal @ dual
         # Inside the span, products that are zero up to rounding stay zero.
-        difference, apart = differences(values, values.abs().amax(-1)[..., None, None])
+        rounding = pair.roundings(y, values)
+        rounding = torch.maximum(rounding.unsqueeze(-1), rounding.unsqueeze(-2))
+        difference, apart = differences(values, rounding)
         sizes = norm(v).unsqueeze(-1) * norm(y).unsqueeze(-2)
         apart = apart & ((across @ y.mT).abs() > noise_tolerance(v.dtype) * sizes)
         difference = torch.where(apart, difference, 1)
@@ -318,8 +347,14 @@ class EmbeddedPairedEigenvectors(PairedEigenvectors):
         alone = self.alone(C)
         return alone.finished(alone.solved_by(solver, init, report))
 
+    def turned(
+        self, rows: Tensor, rest: Tensor, dual: Tensor, values: Tensor, near: Tensor
+    ) -> Tensor:
+        # Every second row is i times the one before, and has to stay so in spite of rounding.
+        one = (complex_rows(x[..., ::2, :]) for x in (rows, rest, dual))
+        return paired_rows(turned_inside(*one, values[..., ::2], near[..., ::2, ::2]))
+
     def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
-        # Every second row is i times the one before.
         one = rows[..., ::2, :]
         y, values = by(*map(complex_rows, (one, one @ pair.A, pair.dual(one))))
         return paired_rows(y), values.repeat_interleave(2, -1)
