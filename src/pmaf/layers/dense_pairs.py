@@ -351,8 +351,8 @@ class EmbeddedPairedEigenvectors(PairedEigenvectors):
         self, rows: Tensor, rest: Tensor, dual: Tensor, values: Tensor, near: Tensor
     ) -> Tensor:
         # Every second row is i times the one before, and has to stay so in spite of rounding.
-        one = (complex_rows(x[..., ::2, :]) for x in (rows, rest, dual))
-        return paired_rows(turned_inside(*one, values[..., ::2], near[..., ::2, ::2]))
+        y, r, d = (complex_rows(x[..., ::2, :]) for x in (rows, rest, dual))
+        return paired_rows(turned_inside(y, r, d, values[..., ::2], near[..., ::2, ::2]))
 
     def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
         one = rows[..., ::2, :]
