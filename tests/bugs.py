@@ -111,11 +111,25 @@ SPECTRUM = [
         "test_less_sizes.py::test_rounding_is_not_a_singular_value",
     ),
     Bug(
-        "floor of a promoted spectrum is rounding, not zero",
+        "squares of a promoted spectrum are rounding, not zero",
         "linalg/gram.py",
-        "floor = (squares * present)[..., 0]",
-        "floor = squares[..., 0]",
+        "s, squares = s * present, squares * present",
+        "s = s * present",
         "test_less_sizes.py::test_rounding_is_not_a_singular_value",
+    ),
+    Bug(
+        "ball: any minimiser is certified",
+        "layers/constrained.py",
+        "present.sum(-1) < rows.n, norm(",
+        "present.sum(-1) < 0, norm(",
+        "test_less_ranks.py::test_only_the_minimiser_of_least_norm_is_certified",
+    ),
+    Bug(
+        "ball: any minimiser is certified by products",
+        "layers/constrained.py",
+        "return _of_least_norm(found, _null_part(problem, seen, w))",
+        "return found",
+        "test_less_ranks.py::test_only_the_minimiser_of_least_norm_is_certified",
     ),
     Bug(
         "blocks of a large Gram matrix end at the wrong row",

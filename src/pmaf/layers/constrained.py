@@ -25,11 +25,12 @@ from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradie
 from pmaf.layers.least_squares import SphereLeastSquares, column, in_range, normal_product
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
-from pmaf.linalg.roundings import power_of_two, times_power
+from pmaf.linalg.roundings import ROUNDED, power_of_two, rank_tolerance, times_power
 from pmaf.operators import Operator
 from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors, in_dtype
-from pmaf.operators.rows import rows_of
+from pmaf.operators.rows import Rows, rows_of
 from pmaf.problem import Problem, as_solution
+from pmaf.runtime import ranks
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR, best_minimum
@@ -37,6 +38,7 @@ from pmaf.solvers.base import Outcome
 from pmaf.solvers.exact import solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kkt import Point, invert
+from pmaf.tangent.residuals import conjugate_residuals
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,15 +228,16 @@ class LeastSquaresWithOptions(SphereLeastSquares):
         single = self.dtype != torch.float64
         return ConstrainedLeastSquares(A, sides, self.ball, layout.weighted, layout.resized, single)
 
+    @torch.no_grad()
     def certified(self, value: Tensor) -> Certificate:
-        found = posed(self.with_flat([x.detach() for x in self.flat]))
-        w = found.of_vector(value.detach())
+        found = posed(self)
+        w = found.of_vector(value)
         if self.operator is not None:
             unit = self._unit(found)
             return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
         A, b = scaled(found.parts.A, found.parts.b, found.parts.weights)
         rows = SphereLeastSquares(A, b)
-        return certify_ball(rows, w) if self.ball else certify_minimum(rows, w)
+        return certify_ball(rows, w, self.dtype) if self.ball else certify_minimum(rows, w)
 
 
 class Posed(NamedTuple):
@@ -284,7 +287,9 @@ def posed(problem: SphereLeastSquares) -> Posed:
     M = None if M is None else in_dtype(M, dtype)
     exponents = size = coordinates = within = None
     if isinstance(A, Operator):
-        A = A.with_tensors([x.to(dtype) for x in A.tensors])
+        # Tensors of the embedding of a complex operator are complex.
+        kinds = (dtype.to_complex() if x.is_complex() else dtype for x in A.tensors)
+        A = A.with_tensors([x.to(kind) for x, kind in zip(A.tensors, kinds)])
         if M is not None:
             coordinates = Coordinates.of(M)
             A = InCoordinates(A, coordinates)
@@ -306,10 +311,15 @@ def posed(problem: SphereLeastSquares) -> Posed:
     return Posed(Parts(A, within, b, weights, size), exponents, coordinates, radius, problem.dtype)
 
 
-def certify_ball(rows: Any, w: Tensor) -> Certificate:
-    """A certificate of `w` in the unit ball, for least squares `rows`."""
+def certify_ball(rows: Any, w: Tensor, dtype: torch.dtype) -> Certificate:
+    """A certificate of `w` in the unit ball, for least squares `rows` of data in `dtype`."""
     low, high, scale = rows.curvature_range()
-    return _explained(w, rows.force(w, *rows.tensors), low, high, scale)
+    found = _explained(w, rows.force(w, *rows.tensors), low, high, scale)
+    _, s, basis = torch.linalg.svd(rows.matrix, full_matrices=False)
+    present = s > rank_tolerance(dtype) * s[..., :1]
+    basis = basis * present.unsqueeze(-1)
+    null = torch.where(present.sum(-1) < rows.n, norm(w - rmatvec(basis, matvec(basis, w))), 0)
+    return _of_least_norm(found, null)
 
 
 def certify_ball_by_products(problem: Any, w: Tensor) -> Certificate:
@@ -320,7 +330,46 @@ def certify_ball_by_products(problem: Any, w: Tensor) -> Certificate:
     seen.look(seen.curvature_of(problem), torch.zeros_like(w[..., 0]))
     top = seen.scale.reshape(problem.batch_shape)
     scale = top + norm(problem.force(torch.zeros_like(w), *problem.tensors))
-    return _explained(w, force, torch.zeros_like(top), top, scale)
+    found = _explained(w, force, torch.zeros_like(top), top, scale)
+    return _of_least_norm(found, _null_part(problem, seen, w))
+
+
+def _null_part(problem: Any, seen: Rows, w: Tensor) -> Tensor:
+    """The length of the part of `w` in the null space of the curvature, `(*,)`, by products.
+
+    What no combination of products with the curvature removes from `w` is that part, if its own
+    product is rounding.
+    """
+    curvature = seen.curvature_of(problem)
+    rows = ranks.whole(w).reshape(seen.entries, 1, -1)
+    zero = torch.zeros_like(rows)
+    solved = conjugate_residuals(
+        lambda x: -curvature(x),
+        zero[..., 0],
+        zero,
+        rows,
+        scale=seen.scale,
+        limit=_CERTIFIED,
+        agreed=seen.agreed,
+    )
+    rest = rows - curvature(solved.rows)
+    slope, square = dot(rest, curvature(rest)), dot(rest, rest)
+    flat = slope <= ROUNDED * torch.finfo(w.dtype).eps * seen.scale.unsqueeze(-1) * square
+    return torch.where(flat, square.sqrt(), 0).reshape(problem.batch_shape)
+
+
+# The most products that are taken to find the null part of a solution.
+_CERTIFIED = 5000
+
+
+def _of_least_norm(found: Certificate, null: Tensor) -> Certificate:
+    """The certificate of a solution whose part in the null space of the curvature has this length.
+
+    Of several minimisers in a ball the one of least norm is the solution. Neither it nor a solution
+    on the sphere with `μ > 0` has such a part, whose length counts as missing optimality.
+    """
+    optimality = torch.where(null > 0, torch.minimum(found.optimality, -null), found.optimality)
+    return replace(found, optimality=optimality)
 
 
 def _explained(w: Tensor, force: Tensor, low: Tensor, high: Tensor, scale: Tensor) -> Certificate:

@@ -129,14 +129,14 @@ def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Ten
     s = squares.clamp_min(0).sqrt()
     top = s[..., -1:]
     present = s > rank_tolerance(torch.float32) * top
+    # Rounding of a square of zero may be negative, and differences of it may be of any size.
+    s, squares = s * present, squares * present
     if m >= n:
         spread = squares - squares[..., :1]
         apart = spread > merge_tolerance(torch.float32) * top * (s + s[..., :1])
-        floor = (squares * present)[..., 0]
-        spectrum = Spectrum(vectors.mT, spread * apart, floor, True)
+        spectrum = Spectrum(vectors.mT, spread * apart, squares[..., 0], True)
         # Aᵀb has no part along a singular vector whose singular value is zero.
         return spectrum, rmatvec(vectors, rmatvec(A, b)) * present
     left = vectors * s.reciprocal().masked_fill(~present, 0).unsqueeze(-2)
     floor = squares.new_zeros(squares.shape[:-1])
-    spectrum = Spectrum(left.mT @ A, squares * present, floor, True)
-    return spectrum, rmatvec(vectors, b) * (s * present)
+    return Spectrum(left.mT @ A, squares, floor, True), rmatvec(vectors, b) * s
