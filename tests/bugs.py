@@ -913,6 +913,13 @@ PAIRS = [
         "test_projector.py::test_forward_mode_keeps_the_value",
     ),
     Bug(
+        "nonfinite: bad entries get values of others",
+        "problem.py",
+        "fill = math.nan if",
+        "fill = 0.0 if",
+        "test_nonfinite.py::test_other_entries_are_solved",
+    ),
+    Bug(
         "ball: a rounded solution is taken for one inside",
         "gradients/constrained.py",
         "(multiplier > 0) | (sphere.reaches(y) & (gap != 0))",

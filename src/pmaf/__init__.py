@@ -11,7 +11,7 @@ differentiates the solution implicitly:
 """
 
 from pmaf import gradients, metrics, operators, solvers
-from pmaf.errors import ConvergenceError, ConvergenceWarning
+from pmaf.errors import ConvergenceError, ConvergenceWarning, NonFiniteError
 from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors
 from pmaf.layers.ied import IED, ied
 from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
@@ -41,6 +41,7 @@ __all__ = [
     "ConvergenceError",
     "ConvergenceWarning",
     "Eigenpairs",
+    "NonFiniteError",
     "NullSpace",
     "PrincipalEigenvectors",
     "PrincipalPool",

@@ -36,6 +36,22 @@ class ConvergenceError(RuntimeError):
     """
 
 
+class NonFiniteError(ValueError, torch.linalg.LinAlgError):  # pyright: ignore
+    """An input has entries that are infinite or nan.
+
+    It is a `ValueError`, and, for programs that catch what decompositions of torch raise, also a
+    `torch.linalg.LinAlgError` and a `RuntimeError`. `pmaf.solve(problem, nonfinite="report")`
+    solves the other entries of the batch.
+
+    >>> import torch, pmaf
+    >>> try:
+    ...     pmaf.ied(torch.full((2, 2), torch.nan))
+    ... except torch.linalg.LinAlgError as error:
+    ...     print(type(error).__name__)
+    NonFiniteError
+    """
+
+
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # With the dtypes of their parts. torch.compile cannot trace `dtype.to_real`.
 _COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -201,7 +217,10 @@ def require_finite(**tensors: tuple[Tensor, int]) -> None:
             )
             problems.append(f"{name} has non-finite values in {where}")
     if problems:
-        raise ValueError("; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num")
+        raise NonFiniteError(
+            "; ".join(problems) + "; clean the input, e.g. with torch.nan_to_num, or leave these "
+            'entries out with pmaf.solve(problem, nonfinite="report")'
+        )
 
 
 def require_row_weights(weights: Tensor, name: str, x: Typed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -561,6 +562,47 @@ class Problem(Named):
         return self.multiplied(
             other.run(solver, gradient, init=start, report=report, throw=throw), unit
         )
+
+    def run_finite(
+        self,
+        solver: Solver,
+        gradient: Gradient,
+        *,
+        init: Tensor | None = None,
+        report: bool = True,
+        throw: bool = False,
+    ) -> Solution:
+        """Solve the entries of the batch whose inputs are finite, and report nan of the others."""
+        special = self.special()
+        if special.operator is not None:
+            raise TypeError('nonfinite="report" is for tensors, and the problem has an operator')
+        require_eager('nonfinite="report"', 'nonfinite="raise"', special.matrix)
+        batch = special.batch_shape
+        named = {name: (getattr(special, name), dims) for name, dims in special.inputs.items()}
+        named |= special.hints()
+        named["init"] = (init, special.dims_of(init))
+        whole = {
+            name: x.expand(*batch, *x.shape[x.dim() - dims :])
+            for name, (x, dims) in named.items()
+            if x is not None
+        }
+        good = torch.ones(batch, dtype=torch.bool, device=special.device)
+        for x in whole.values():
+            good = good & x.detach().isfinite().reshape(*batch, -1).all(-1)
+        if bool(good.all()):
+            return special.run(solver, gradient, init=init, report=report, throw=throw)
+        parts = {name: x[good] for name, x in whole.items()}
+        start = parts.pop("init", None)
+        found = special.with_parts(parts).run(
+            solver, gradient, init=start, report=report, throw=throw
+        )
+
+        def spread(x: Tensor) -> Tensor:
+            fill = math.nan if x.is_floating_point() or x.is_complex() else 0
+            whole = x.new_full((*batch, *x.shape[1:]), fill)
+            return whole.index_put((good,), x) if batch else whole
+
+        return ranks.replace_tensors(found, spread)
 
     def _run(
         self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool

@@ -137,6 +137,7 @@ def solve(
     gradient: Gradient | None = None,
     init: Tensor | None = None,
     throw: bool = False,
+    nonfinite: str = "raise",
 ) -> Solution:
     """Solve a problem and report on the solution, batch entry by batch entry.
 
@@ -146,6 +147,9 @@ def solve(
         gradient: one of `pmaf.gradients`; `Implicit()` unless given.
         init: where to start, or which of several solutions to prefer.
         throw: raise `ConvergenceError` where the default warns.
+        nonfinite: `"raise"` raises `NonFiniteError` if any entry of the batch has infinite or nan
+            inputs. `"report"` solves the other entries, as if these were not there: their values
+            are nan, `converged` is false, and their gradients are zero.
 
     >>> import torch, pmaf
     >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
@@ -155,11 +159,17 @@ def solve(
     """
     _require_problem(problem, "run")
     options: dict[str, Any] = {"init": init, "report": True, "throw": throw}
-    rules = solver or Auto(), gradient or Implicit()
+    rules, run = (solver or Auto(), gradient or Implicit()), problem.run
+    if nonfinite not in ("raise", "report"):
+        raise ValueError(f'nonfinite must be "raise" or "report"; got {nonfinite!r}')
+    if nonfinite == "report":
+        run = getattr(problem, "run_finite", None)
+        if run is None:
+            raise TypeError(f'nonfinite="report" is not for {type(problem).__name__}')
     if torch.compiler.is_compiling():
-        return problem.run(*rules, **options)
+        return run(*rules, **options)
     with collected() as ways:
-        solution = problem.run(*rules, **options)
+        solution = run(*rules, **options)
     return replace(solution, method=in_words(solution.method, ways))
 
 

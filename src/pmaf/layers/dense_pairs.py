@@ -312,6 +312,9 @@ class DiagonalPair(PairedEigenvectors):
     def of(cls, problem: Any) -> Any:
         return cls.like(problem, M=problem.M.d)
 
+    def with_parts(self, parts: dict[str, Tensor]) -> Any:
+        return self.changed(**parts)  # M is a vector here, which the checks would refuse
+
     def root(self, M: Tensor, checked: bool = False) -> Root:
         bad = ~(M > 0).all(-1)
         if checked and bool(bad.any()):
