@@ -9,20 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.autograd.image import image
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.complex_singular import EmbeddedSingularVectors
 from pmaf.layers.eigenvectors import requested_first
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
+from pmaf.layers.triplets import triplets_by_products
 from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
-from pmaf.linalg.roundings import HALF, rank_tolerance
+from pmaf.linalg.roundings import HALF
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.transposed import Transposed
 from pmaf.problem import as_solution
@@ -185,20 +184,15 @@ def _directly(
 def _by_products(
     A: Operator, given: PrincipalSingularVectors, solver: Solver | None, init: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for an operator, by products with `AᵀA`; left vectors are `Av/σ`."""
+    """The same for an operator."""
     if init is not None and given.k is None:
         init = init.unsqueeze(-1)
     if A.shape[-2] < A.shape[-1]:
         if init is not None:
             init = ranks.whole(A.matvec(ranks.replicate(init.detach().mT, _mesh(A)))).mT
         A = Transposed(A)
-    problem = PrincipalSingularVectors(A, None, given.width, given.largest, given.descending)
-    found = problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False)
-    right, values = ranks.whole(found.value), ranks.whole(found.multiplier)
-    # The images of null vectors are rounding.
-    zero = values <= rank_tolerance(values.dtype) * values.detach().amax(-1, keepdim=True)
-    zero, divisor = zero.unsqueeze(-2), torch.where(zero, 1, values).unsqueeze(-2)
-    left = (image(A, right.mT).mT / divisor).masked_fill(zero, 0)
+    found = triplets_by_products(A, given.width, given.largest, solver, init)
+    left, values, right = found if given.descending else tuple(x.flip(-1) for x in found)
     return left, values, right
 
 

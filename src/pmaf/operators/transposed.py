@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pmaf.linalg.products import one_if_zero
 from pmaf.operators.base import Operator, Wrapping
 
 
@@ -19,8 +20,10 @@ class Transposed(Wrapping):
         return torch.Size((*batch, n, m))
 
     def in_units(self, rows: Tensor) -> tuple[Operator, Tensor]:
-        # Products with the transpose are of the size of products with the matrix.
-        part, exponents = self.part.in_units(self.part.rmatvec(rows))
+        # Products with the transpose are of the size of products with the matrix, for rows of the
+        # same size.
+        images = self.part.rmatvec(rows)
+        part, exponents = self.part.in_units(images / one_if_zero(images.abs().amax(-1, True)))
         return self.around(part), exponents
 
     def matvec(self, rows: Tensor) -> Tensor:
