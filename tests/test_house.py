@@ -33,7 +33,10 @@ ROOMS = [
     "solution",
     "certificate",
     "autograd",
+    "reductions",
     "problem",
+    "compiled",
+    "recipe",
     "layers",
     "__init__",
 ]

@@ -473,13 +473,25 @@ class TestShortCallOfLeastSquares:
         g = torch.Generator().manual_seed(5)
         return torch.randn(*batch, 6, 4, generator=g), torch.randn(*batch, 6, generator=g)
 
-    def test_it_is_taken_where_it_may_be(self, caplog):
+    @pytest.fixture
+    def common(self, monkeypatch):
+        """The calls that take the common path."""
+        calls, run = [], pmaf.SphereLeastSquares.run
+
+        def counted(self, *args, **kwargs):
+            calls.append(self)
+            return run(self, *args, **kwargs)
+
+        monkeypatch.setattr(pmaf.SphereLeastSquares, "run", counted)
+        return calls
+
+    def test_it_is_taken_where_it_may_be(self, caplog, common):
         caplog.set_level("DEBUG", logger="pmaf")
         A, b = self.problem(3)
         for leaves in ((True, True), (True, False), (False, True)):
             given = [x.clone().requires_grad_(need) for x, need in zip((A, b), leaves)]
             u = pmaf.less(*given)
-            assert type(u.grad_fn).__name__ == "FoundBackward"
+            assert not common
             caplog.clear()
             u.sum().backward()
             assert caplog.messages == ["tangent: compiled"]
@@ -491,18 +503,17 @@ class TestShortCallOfLeastSquares:
             lambda A, b: (A[0], b),  # one matrix for many b
             lambda A, b: (A, b[0]),
             lambda A, b: (A.double(), b.double()),
-            lambda A, b: (A.bfloat16(), b.bfloat16()),
             lambda A, b: (A.to_sparse(), b),
             lambda A, b: (A[:0], b[:0]),
         ],
-        ids=["shared A", "shared b", "float64", "bfloat16", "sparse", "no entries"],
+        ids=["shared A", "shared b", "float64", "sparse", "no entries"],
     )
-    def test_other_calls_take_the_common_path(self, change):
+    def test_other_calls_take_the_common_path(self, change, common):
         A, b = change(*self.problem(3))
         if A.layout != torch.strided:
             A, b = self.problem()[0].to_sparse(), self.problem()[1]
         u = pmaf.less(A, b.requires_grad_())
-        assert type(u.grad_fn).__name__ != "FoundBackward"
+        assert common
         dense = A.to_dense() if A.layout != torch.strided else A
         problem = pmaf.SphereLeastSquares(dense.double(), b.detach().double())
         exact = pmaf.solve(problem, solver=Secular()).value

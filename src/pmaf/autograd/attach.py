@@ -1,32 +1,28 @@
-"""Differentiable solves on tensors: an opaque operator inside a `Function`.
+"""Differentiable solves on tensors in traces and transforms: an opaque operator in a `Function`.
 
 No single mechanism of PyTorch supports all transforms. An operator with a registered derivative
 breaks `torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without
 derivatives works with both, inside a `Function` whose backward pass consists of differentiable
-operations. The operator contains loops that depend on data, warnings and checks. In eager mode the
-solver is called directly, because the dispatch of an operator takes time.
+operations. The operator contains loops that depend on data, warnings and checks. In eager mode
+(`eager.py`) there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf import errors
-from pmaf.gradients import Gradient, Implicit
+from pmaf.autograd.eager import attach_eagerly, find
+from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.linalg.roundings import OutOfRangeError
-from pmaf.native import Gradients
-from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.saved import restored, save
 from pmaf.runtime.text import decode, encode
 from pmaf.runtime.threads import OneThread
-from pmaf.solution import announce, warn_of_gradient
 from pmaf.solvers import Outcome, Solver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import NOTHING, RETURNED, Basis, Factor, Kept
@@ -42,18 +38,16 @@ def attach(
 ) -> Outcome:
     """Solve a problem of one or two tensors, differentiably in them."""
     tensors = problem.tensors
-    aside: list[Outcome] | None = [] if all(plain(x) for x in tensors) else None
-    # In a trace no argument may contain tensors.
-    posed = problem if aside is not None else problem.bare()
-    if aside is None and is_compiling():
+    if all(plain(x) for x in tensors):
+        return attach_eagerly(problem, init, solver, gradient, report, throw)
+    if is_compiling():
         # A trace of `torch.func.grad` takes the very tensor that is differentiated for a constant
         # of a `Function`; it follows a view of it.
         tensors = tuple(x.view_as(x) for x in tensors)
-    apply = Solve.apply if aside is None else _apply_plainly
-    found = apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw, aside)
-    if aside:
-        return aside[0]._replace(value=found[0], multiplier=found[1])
-    return Outcome.of(found[:6])
+    # In a trace no argument may contain tensors.
+    posed = problem.bare()
+    found = Solve.apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw)
+    return Outcome.of(found[:6])  # pyright: ignore[reportIndexIssue]
 
 
 def solve_opaquely(
@@ -63,18 +57,6 @@ def solve_opaquely(
     tensors = (*problem.tensors, None)[:2]
     texts = problem.encoded(), encode(solver)
     return _outcome(problem, solver, torch.ops.pmaf.solve(*tensors, init, *texts, report, throw))
-
-
-def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool) -> Outcome:
-    """Run the solver, and warn of entries that did not converge."""
-    first = problem.first
-    if init is not None:
-        errors.require_finite(init=(init, problem.start_dims))
-    with full_precision(first.device), OneThread(first):
-        outcome = problem.finished(problem.solved_by(solver, init, report))
-    if problem.may_fail(solver):
-        announce(outcome, solver, throw, problem.advice(solver))
-    return outcome
 
 
 @torch.library.custom_op(
@@ -200,30 +182,16 @@ class Solve(torch.autograd.Function):
         gradient: Gradient,
         report: bool,
         throw: bool,
-        aside: list[Outcome] | None,
     ) -> tuple[Tensor, ...]:
-        if aside is None:
-            texts = problem.encoded(), encode(solver)
-            return torch.ops.pmaf.solve(first, second, init, *texts, report, throw)
-        if not aside:
-            aside.append(find(problem, init, solver, report, throw))
-        # Outputs without derivatives need not pass through the node.
-        return aside[0].value.contiguous(), aside[0].multiplier
+        texts = problem.encoded(), encode(solver)
+        return torch.ops.pmaf.solve(first, second, init, *texts, report, throw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        first, second, _, ctx.problem, solver, ctx.gradient, _, _, aside = inputs
+        first, second, _, ctx.problem, solver, ctx.gradient, _, _ = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
-        ctx.doubtful = None
-        if aside:
-            found = aside[0]
-            # A search by products that has not converged may have no correct digits.
-            ctx.doubtful = found.converged.logical_not() if solver.matrix_free else None
-        else:
-            found = _outcome(ctx.problem, solver, output)
-        # Compiled kernels differentiate once, by the implicit rule, in eager mode.
-        ctx.compiled = aside is not None and isinstance(ctx.gradient, Implicit)
+        found = _outcome(ctx.problem, solver, output)
         ctx.kind = type(found.kept)
         kept = (*found.kept, None, None)[:2]
         save(ctx, first, second, output[0], output[1], found.gap, *kept)
@@ -232,134 +200,20 @@ class Solve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         v, d_multiplier = grads[:2]
         if v is None and d_multiplier is None:
-            return (None,) * 9
-        if ctx.doubtful is not None:
-            warn_of_gradient(ctx.doubtful)
+            return (None,) * 8
         (first, second, y, multiplier, gap, *parts), same = restored(ctx)
         tensors, problem = _given(first, second), ctx.problem
         needs = ctx.needs_input_grad[: len(tensors)]
         kept = ctx.kind(*_given(*parts)) if same else problem.kept_again(tensors, ctx.kind)
         state = State(multiplier, gap, kept)
         given = Reverse(tensors, y, state, ctx.gradient, v, d_multiplier, needs)
-        if ctx.compiled and not torch.is_grad_enabled():
-            incoming = d_multiplier if v is None else v
-            known = incoming is not None and plain(incoming)
-            if known and problem.is_differentiated(tensors, kept, d_multiplier):
-                compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
-                found = _completed(problem, given, compiled)
-                return *found, *(None,) * (9 - len(found))
         with full_precision(first.device), OneThread(first):
             found = problem.gradients(given)
         summed = (
             dx if dx is None or dx.shape == x.shape else dx.sum_to_size(x.shape)
             for dx, x in zip(found, tensors)
         )
-        return *(*summed, None)[:2], *(None,) * 7
-
-
-def _completed(problem: Any, given: Reverse, found: Gradients) -> tuple[Tensor | None, ...]:
-    """The gradients of kernels, and those of the common path for entries in which they failed."""
-    gradients, failed = found
-    if failed is not None:
-        took("tangent: common path for some")
-        first = given.tensors[0]
-        with full_precision(first.device), OneThread(first):
-            others = problem.gradients(given.entries(failed))
-        for whole, part in zip(gradients, others):
-            if whole is not None:
-                whole[failed] = part
-    return gradients
-
-
-class Found(torch.autograd.Function):
-    """A solution that compiled kernels have found already, in eager mode.
-
-    Several vectors are columns, as the user sees them. The derivative is that of `Solve`, in fewer
-    steps: for a small matrix these take most time. Kernels differentiate it, too.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        first: Tensor,
-        second: Tensor | None,
-        found: tuple[Tensor, Tensor],
-        kept: Kept,
-        problem: Any,
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        if second is not None or kept:
-            save(ctx, first, *found, second, *kept)
-            ctx.kind = type(kept)
-        else:  # the backward pass starts anew
-            save(ctx, first, *found)
-        ctx.problem = problem
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor | None, d_multiplier: Tensor | None) -> Any:  # pyright: ignore
-        (first, y, multiplier, *others), same = restored(ctx)
-        incoming = d_multiplier if v is None else v
-        if incoming is None:
-            return (None,) * 5
-        problem, tensors, kept, needs = ctx.problem, (first,), NOTHING, _ONE
-        if others:
-            second, *parts = others
-            if second is not None:
-                tensors, needs = (first, second), ctx.needs_input_grad[:2]
-            kept = ctx.kind(*parts) if same else problem.kept_again(tensors, ctx.kind)
-        if y.dim() == first.dim():  # several vectors
-            y, v = y.mT, None if v is None else v.mT
-        compiled = None
-        if not torch.is_grad_enabled() and plain(incoming):
-            compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
-            gradients, failed = compiled
-            if failed is None:
-                return gradients[0], gradients[1] if len(tensors) > 1 else None, None, None, None
-        gap = multiplier.new_full(first.shape[:-2], torch.nan)
-        state = State(multiplier, gap, kept)
-        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
-        if compiled is not None:
-            found = _completed(problem, given, compiled)
-        else:
-            with full_precision(first.device):
-                found = problem.gradients(given)
-        return *(*found, None)[:2], None, None, None
-
-
-_IMPLICIT = Implicit()
-_ONE = (True,)  # one matrix, which needs a gradient
-# `Function.apply` binds the arguments to the signature of `forward`, to fill in defaults, and looks
-# for the wrappers of transforms. In eager mode both are unnecessary, and take as long as the
-# decomposition of a small matrix. So these are the methods of the base class of `Function`.
-_apply_plainly: Any = super(torch.autograd.Function, Solve).apply  # pyright: ignore
-attach_found: Any = super(torch.autograd.Function, Found).apply  # pyright: ignore
-# In the same way, the node of the graph looks for a `backward` or a `vjp` in each backward pass.
-Found._backward_cls.apply = Found.backward  # pyright: ignore
-
-
-def attach_some(
-    tensors: tuple[Tensor, Tensor | None],
-    found: tuple[Tensor, Tensor],
-    kept: Kept,
-    problem: Any,
-    failed: Tensor,
-    solve: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """The same where kernels have failed in some entries, which `solve` finds, differentiably."""
-    good = ~failed
-    first, second = (None if x is None else x[good] for x in tensors)
-    parts = tuple(x[good] for x in found)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        kind: Any = type(kept)
-        rest = kind(*(None if x is None else x[good] for x in kept))
-        parts = attach_found(first, second, parts, rest, problem)
-    others = solve(*(x[failed] for x in _given(*tensors)))
-    vectors, values = (
-        whole.index_put((good,), part).index_put((failed,), other)
-        for whole, part, other in zip(found, parts, others)
-    )
-    return vectors, values
+        return *(*summed, None)[:2], *(None,) * 6
 
 
 def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Differentiable solves by products: a `Function` for operators."""
+"""Differentiable solves by products, for operators."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.autograd.node import Saved, attach_solved
 from pmaf.gradients.by_products import Incoming, options_of
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
-from pmaf.runtime.saved import restored, save
 from pmaf.solution import Backward, announce
 from pmaf.solvers import Outcome, Solver
 
@@ -24,47 +24,32 @@ def attach_products(
     mesh = ranks.mesh_of(*tensors)
     # A product of a DTensor and a plain tensor is an error, so all are DTensors, or none is.
     tensors = [ranks.replicate(x, mesh) for x in tensors]
-    report = Backward()
     fixed = problem.with_flat([x.detach() for x in tensors])
-    found: Any = _SolveByProducts.apply(fixed, solver, init, throw, report, *tensors)
-    return Outcome.of(found), report
+    with torch.no_grad(), full_precision(problem.device):
+        outcome, seen = fixed.solved_by_products(solver, init)
+        outcome = fixed.finished(outcome)
+    announce(outcome, solver, throw)
+    pull = _ByProducts(fixed, seen, solver)
+    value, multiplier = attach_solved(pull, (outcome.value, outcome.multiplier), (), *tensors)
+    return outcome._replace(value=value, multiplier=multiplier), pull.report
 
 
-class _SolveByProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        problem: Any,
-        solver: Solver,
-        init: Tensor | None,
-        throw: bool,
-        report: Backward,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        with full_precision(problem.device):
-            outcome, seen = problem.solved_by_products(solver, init)
-            outcome = problem.finished(outcome)
-        announce(outcome, solver, throw)
-        ctx.problem, ctx.seen, ctx.solver, ctx.report = problem, seen, solver, report
-        ctx.set_materialize_grads(False)
-        save(ctx, outcome.value, outcome.multiplier, *tensors)
-        ctx.mark_non_differentiable(*outcome[2:6])
-        return tuple(outcome[:6])
+class _ByProducts:
+    """Gradients by products with the operator."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        v, d_multiplier = grads[:2]
-        needs = ctx.needs_input_grad[5:]
-        found: Sequence[Tensor | None] = [None for _ in needs]
-        (y, multiplier, *tensors), _ = restored(ctx)
-        if any(needs) and not (v is None and d_multiplier is None):
-            with torch.no_grad(), full_precision(ctx.problem.device):
-                options = options_of(ctx.solver)
-                given = Incoming(
-                    ctx.seen, y, multiplier, v, d_multiplier, options, ctx.report, needs
-                )
-                found = ctx.problem.gradients_by_products(given)
-        return *(None,) * 5, *first_order(found, (v, d_multiplier, *tensors))
+    def __init__(self, problem: Any, seen: Any, solver: Solver) -> None:
+        self.problem, self.seen, self.options = problem, seen, options_of(solver)
+        self.report = Backward()
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        with torch.no_grad(), full_precision(self.problem.device):
+            y, multiplier = saved.found
+            v, d = grads
+            given = Incoming(self.seen, y, multiplier, v, d, self.options, self.report, needs)
+            found = self.problem.gradients_by_products(given)
+        return first_order(found, (*grads, *saved.tensors))
 
 
 def first_order(

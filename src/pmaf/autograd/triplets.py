@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from pmaf.autograd.node import Saved, attach_solved
 from pmaf.autograd.products import first_order
 from pmaf.gradients.by_products import options_of
 from pmaf.gradients.triplets_by_products import Arrived, Found, triplet_gradients
@@ -17,7 +18,7 @@ from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
 from pmaf.solution import Backward
-from pmaf.solvers import Solver
+from pmaf.solvers import Krylov, Solver
 
 
 def attach_triplets(
@@ -37,38 +38,22 @@ def attach_triplets(
     mesh = ranks.mesh_of(*A.tensors)
     spread = [ranks.replicate(x, mesh) for x in A.tensors]
     fixed = A.with_tensors([x.detach() for x in spread])
-    result: Any = _Triplets.apply(fixed, largest, solver, scale, *found, *spread)
-    return result
+    pull = _OfTriplets(fixed, largest, options_of(solver))
+    return attach_solved(pull, tuple(x.clone() for x in found), (scale,), *spread)
 
 
-class _Triplets(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        A: Operator,
-        largest: bool,
-        solver: Solver | None,
-        scale: Tensor,
-        left: Tensor,
-        values: Tensor,
-        right: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.A, ctx.largest, ctx.solver = A, largest, solver
-        ctx.set_materialize_grads(False)
-        found = left.clone(), values.clone(), right.clone()
-        ctx.save_for_backward(left, values, right, scale)
-        return found
+class _OfTriplets:
+    """Gradients by products, given those of left vectors, of values and of right vectors."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *found, scale = ctx.saved_tensors
-        needs = ctx.needs_input_grad[7:]
-        none = (None,) * 7
-        if not any(needs) or all(x is None for x in grads):
-            return *none, *(None for _ in needs)
+    def __init__(self, A: Operator, largest: bool, options: Krylov) -> None:
+        self.A, self.largest, self.options = A, largest, options
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        tensors, found, (scale,), _ = saved
+        A, batch = self.A, self.A.batch_shape
         arrived = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(found, grads)]
-        A, batch = ctx.A, ctx.A.batch_shape
         if A.dtype.is_complex:
             # The rows of y and of iy, of which only the first are seen.
             A, (left, values, right) = Embedded(A), found
@@ -81,16 +66,11 @@ class _Triplets(torch.autograd.Function):
         flat = (x.reshape((seen.entries, *x.shape[len(batch) :])) for x in parts)
         left, values, right, scale, *arrived = flat
         with torch.no_grad(), full_precision(A.device):
+            triplets = Found(left, values, right, scale)
             gradients = triplet_gradients(
-                seen,
-                Found(left, values, right, scale),
-                Arrived(*arrived),
-                ctx.largest,
-                options_of(ctx.solver),
-                Backward(),
-                needs,
+                seen, triplets, Arrived(*arrived), self.largest, self.options, Backward(), needs
             )
-        return *none, *first_order(gradients)
+        return first_order(gradients, (*grads, *tensors))
 
 
 def _first(rows: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Incoming(NamedTuple):
     needs: Sequence[bool]  # which tensors need a gradient
 
 
-def options_of(solver: Solver) -> Krylov:
+def options_of(solver: Solver | None) -> Krylov:
     """How many products the backward pass of a solve by this solver may take."""
     return solver if isinstance(solver, Krylov) else _KRYLOV
 

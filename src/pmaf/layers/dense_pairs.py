@@ -16,7 +16,6 @@ Higham and Tisseur, SIAM J. Matrix Anal. Appl. 23, 2001).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,9 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pmaf import errors, native
-from pmaf.autograd.attach import attach_found, attach_some
-from pmaf.gradients import Gradient
+from pmaf import native
+from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import (
     EigenConditions,
@@ -36,12 +34,7 @@ from pmaf.gradients.eigenvectors import (
     symmetric_product,
     without,
 )
-from pmaf.layers.eigenvectors import (
-    Eigenpairs,
-    PrincipalEigenvectors,
-    solve_commonly,
-    unposed,
-)
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.hermitian import ComplexEigenvectors, EmbeddedEigenvectors, require_implicit
 from pmaf.layers.pairs import Pair, is_complex_search, refuse_metric
 from pmaf.linalg.decompositions import cholesky
@@ -52,10 +45,9 @@ from pmaf.linalg.roundings import LOOSE, REFINED, ROUNDED, noise_tolerance
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
-from pmaf.solvers import Solver
-from pmaf.solvers.auto import is_reduced
+from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Kept, Nothing, Reduced
@@ -296,6 +288,7 @@ class PairedEigenvectors(Pair):
         return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
 
 
+_AUTO, _IMPLICIT = Auto(), Implicit()
 # Each step reduces errors by about eps times the conditions of A and M.
 _REFINEMENTS = 3
 
@@ -397,51 +390,12 @@ class HermitianPair(PairedEigenvectors):
         wanted = [x for x, need in zip(given.tensors, needs) if need]
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            vectors, values = solve_commonly(A, M, k=self.k, largest=self.largest)
-            rows = vectors if self.k is None else vectors.mT
-            both = ((rows, given.v), (values, given.d_multiplier))
+            found = PrincipalEigenvectors(A, self.k, self.largest, M=M).run(
+                _AUTO, _IMPLICIT, report=False
+            )
+            rows = found.value if self.k is None else found.value.mT
+            both = ((rows, given.v), (found.multiplier, given.d_multiplier))
             outputs, incoming = zip(*((x, dx) for x, dx in both if dx is not None))
             gradients = torch.autograd.grad(outputs, wanted, incoming, create_graph=again)
         left = iter(gradients)
         return tuple(next(left) if need else None for need in needs)
-
-
-def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | None:
-    """The forward pass of the default call on a small dense pair, in one call of the kernels.
-
-    Returns None where the common path is needed, which also says what is wrong with `M`.
-    """
-    errors.refuse_trace()  # which compares no sizes
-    if isinstance(M, Diagonal) and A.shape == M.shape and is_reduced(A, k or 1):
-        M = torch.diag_embed(M.d)
-    if not (isinstance(M, Tensor) and A.shape == M.shape and A.dtype == M.dtype):
-        return None
-    shape = A.shape
-    square = len(shape) > 1 and shape[-1] == shape[-2] and A.numel() > 0
-    compiled = square and is_reduced(A, k or 1) and native.takes_eigenvectors(M)
-    if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
-        return None
-    recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
-    found, kept = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
-    values, vectors, failed = found
-    if failed is not None and (
-        bool(failed.all()) or not _are_proper(A.detach(), M.detach(), failed)
-    ):
-        return None
-    took("pairs: compiled")
-    problem = unposed(HermitianPair if A.is_complex() else PairedEigenvectors, k, largest)
-    if failed is not None:
-        took("pairs: common path for some")
-        solve = functools.partial(solve_commonly, k=k, largest=largest)
-        both = (A, M), (vectors, values)
-        vectors, values = attach_some(*both, kept or NOTHING, problem, failed, solve)
-    elif recorded:
-        vectors, values = attach_found(A, M, (vectors, values), kept, problem)
-    return Eigenpairs(values, vectors)
-
-
-def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:
-    """Whether these entries are finite, and positive definite in `M`."""
-    A, M = A[mask], M[mask]
-    finite = bool(A.isfinite().all()) and bool(M.isfinite().all())
-    return finite and not bool(cholesky(0.5 * (M + M.mH))[1].any())

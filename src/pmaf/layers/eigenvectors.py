@@ -14,7 +14,6 @@ from torch import Tensor
 from pmaf import errors, native
 from pmaf.autograd.span import span_product
 from pmaf.certificate import certify_eigenvectors, certify_eigenvectors_by_products
-from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, eigenvector_gradients
 from pmaf.gradients.eigenvectors import (
@@ -33,7 +32,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Auto, Reduction, Solver
+from pmaf.solvers import Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -391,15 +390,17 @@ class PrincipalEigenvectors(Problem):
 
     def signs(self, rows: Tensor, flipped: bool) -> Tensor:
         """The sign for each row, `(*, k)`, of vectors in the requested order or its reverse."""
+        return sphere.signs(self.directions(rows), self.reference_rows(rows, flipped))
+
+    def reference_rows(self, like: Tensor, flipped: bool) -> Any:
+        """The reference; a tensor as rows of the dtype of `like`, in this order or its reverse."""
         reference = self.reference
-        if isinstance(reference, Tensor):
-            reference = whole(reference.detach()).to(rows)
-            if self._is_block(reference):
-                reference = reference.mT
-                reference = reference.flip(-2) if flipped else reference
-            else:
-                reference = reference.unsqueeze(-2)
-        return sphere.signs(self.directions(rows), reference)
+        if not isinstance(reference, Tensor):
+            return reference
+        reference = whole(reference.detach()).to(like)
+        if not self.has_columns(reference):
+            return reference.unsqueeze(-2)
+        return reference.mT.flip(-2) if flipped else reference.mT
 
     def directions(self, rows: Tensor) -> Tensor:
         """Unit vectors in the directions of rows that a solver has found."""
@@ -411,12 +412,12 @@ class PrincipalEigenvectors(Problem):
         return {"reference": (self.reference, self.dims_of(self.reference))}
 
     def dims_of(self, vectors: Tensor | None) -> int:
-        return 2 if vectors is not None and self._is_block(vectors) else 1
+        return 2 if vectors is not None and self.has_columns(vectors) else 1
 
     def require_start(self, init: Tensor) -> None:
         self._require_reference(init, "init")
 
-    def _is_block(self, reference: Tensor) -> bool:
+    def has_columns(self, reference: Tensor) -> bool:
         """Whether a reference, `(*, n, k)` or `(*, n)`, is of the first kind.
 
         Where both shapes fit, it counts as `(*, n)`, with one vector for each batch entry.
@@ -432,7 +433,7 @@ class PrincipalEigenvectors(Problem):
     def _require_reference(self, reference: Tensor, name: str = "reference") -> None:
         errors.require_vector(name, reference, "n", or_complex=True)
         errors.require_alike(name, reference, "A", self.A)
-        block = self._is_block(reference)
+        block = self.has_columns(reference)
         if reference.shape[-2:] != (self.n, self.k) if block else reference.shape[-1] != self.n:
             wanted = f"(*, {self.n})" + ("" if self.k is None else f" or (*, {self.n}, {self.k})")
             raise ValueError(f"{name} must have shape {wanted}; got {errors.shape_of(reference)}")
@@ -449,15 +450,6 @@ def requested_first(descending: bool | None, largest: bool) -> bool:
 
 # The kernels factor the matrix once for each vector.
 COMPILED_VECTORS = 32
-
-
-def solve_commonly(
-    A: Tensor, M: Tensor | None = None, *, k: int | None, largest: bool
-) -> tuple[Tensor, Tensor]:
-    """Vectors and values of a default call, by the common path."""
-    problem = PrincipalEigenvectors(A, k, largest, M=M)
-    found = problem.run(Auto(), Implicit(), report=False)
-    return found.value, found.multiplier
 
 
 @functools.lru_cache(maxsize=64)

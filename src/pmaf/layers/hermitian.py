@@ -23,7 +23,6 @@ from torch import Tensor
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
-from pmaf.linalg import sphere
 from pmaf.linalg.embedding import (
     complex_rows,
     excess,
@@ -33,13 +32,10 @@ from pmaf.linalg.embedding import (
     real_rows,
     unpaired_rows,
 )
-from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import merge_tolerance
 from pmaf.operators.base import Operator
 from pmaf.operators.embedded import embedded
+from pmaf.reductions.phases import phases
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import plain
-from pmaf.runtime.ranks import whole
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Adaptive, Krylov, Solver
 from pmaf.solvers.auto import best_eigenvectors
@@ -154,7 +150,7 @@ class ComplexEigenvectors(PrincipalEigenvectors):
         if self.flipped:
             y, values = y.flip(-2), values.flip(-1)
         # New tensors, not views of what the backward pass uses: a user may write into them.
-        vectors = y * phases(self, self.directions(y))
+        vectors = y * phases(self.directions(y), self.reference_rows(y, False))
         values = values.clone() if self.largest else -values
         if self.k is None:
             vectors, values = vectors.squeeze(-2), values.squeeze(-1)
@@ -166,40 +162,6 @@ class ComplexEigenvectors(PrincipalEigenvectors):
     def certified(self, value: Tensor) -> Certificate:
         posed = self.embedding(self.A, self.largest)
         return posed.certify(paired_rows(self.columns(value).mT).mT)
-
-
-def phases(problem: Any, y: Tensor) -> Tensor:
-    """The factors `(*, k, 1)` that give unit rows `(*, k, n)` their phases, differentiably.
-
-    They make `rᴴy` positive, or the component that `reference` names. Where that is rounding, the
-    same fixed direction as for real vectors takes the place of the reference, and if that product
-    is rounding, too, the component of largest modulus is made positive.
-    """
-    reference, length = problem.reference, y.shape[-1] ** 0.5
-    modulus = y.detach().abs()
-    # Of components with one modulus, up to rounding, the first.
-    least = (1 - merge_tolerance(y.dtype)) * modulus.amax(-1, keepdim=True)
-    largest = (modulus >= least).to(modulus.dtype).argmax(-1, keepdim=True)
-    last = y.gather(-1, largest).squeeze(-1)
-    # Sums, not products of matrices, which start threads for a few numbers.
-    if reference is None:
-        first = y.sum(-1)
-    elif isinstance(reference, str):
-        first = last
-    elif isinstance(reference, int):
-        first, length = y[..., reference], 1.0
-    else:
-        reference = whole(reference).to(y)
-        several = problem.dims_of(reference) == 2
-        reference = reference.mT if several else reference.unsqueeze(-2)
-        first, length = (reference.conj() * y).sum(-1), norm(reference)
-    tolerance = merge_tolerance(y.dtype)
-    known = first.detach().abs() > tolerance * length
-    if not (plain(y) and bool(known.all())):
-        second = (sphere.references(y.real)[1] * y).sum(-1)
-        second = torch.where(second.detach().abs() > tolerance * y.shape[-1] ** 0.5, second, last)
-        first = torch.where(known, first, second)
-    return (first.conj() / first.abs()).unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)

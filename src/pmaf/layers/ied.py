@@ -3,129 +3,95 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.autograd.attach import attach_found, attach_some
+from pmaf.compiled import CompiledEigenvectors, CompiledPairs
 from pmaf.gradients import Gradient, Implicit
-from pmaf.layers.dense_pairs import small_pair
+from pmaf.layers.dense_pairs import HermitianPair, PairedEigenvectors
 from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
     Eigenpairs,
     PrincipalEigenvectors,
     requested_first,
-    solve_commonly,
     unposed,
 )
 from pmaf.layers.hermitian import HermitianEigenvectors
+from pmaf.linalg.roundings import HALF
 from pmaf.operators.base import Operator
-from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.operators.diagonal import Diagonal
+from pmaf.recipe import Recipe, solve_shortly
+from pmaf.reductions.base import Found, Reduction, Tensors
+from pmaf.reductions.end import End, Sign
+from pmaf.reductions.metric import DenseMetric
+from pmaf.reductions.precision import Precision
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import are_reduced
-from pmaf.tangent.kept import NOTHING, Tridiagonal
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
 _AUTO, _IMPLICIT = Auto(), Implicit()
-
-
-def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
-    """The forward pass of the default call, without the objects in between.
-
-    It calls the kernels that `Reduction` calls; the backward pass is the common one. Returns None
-    where the common forward pass is needed: for other tensors, and for entries that the kernels do
-    not solve, or that are not finite. Complex entries whose phase is not determined take the common
-    path by themselves, which embeds them in matrices of twice the size.
-    """
-    if not plain(A) or forward_mode(A):  # asked first, so that a trace compares no sizes
-        return None
-    problem = _reduced(A.shape, A.dtype, k, largest)
-    if problem is None or not A.is_cpu or A.layout is not _STRIDED:
-        return None
-    recorded = A.requires_grad and torch.is_grad_enabled()
-    reduction = None
-    if recorded and problem.kept is not None:
-        reduction = A.new_empty(problem.kept, dtype=torch.float64)
-    values, vectors, failed = native.planned_pairs(A, problem.plan, True, reduction)
-    if failed is not None and (
-        not A.is_complex() or bool(failed.all()) or not bool(A[failed].isfinite().all())
-    ):
-        return None
-    took(problem.way)
-    if failed is not None:
-        took("ied: common path for some")
-        solve = functools.partial(solve_commonly, k=k, largest=largest)
-        good = failed.numel() - int(failed.sum())
-        problem = _reduced(torch.Size((good, *A.shape[-2:])), A.dtype, k, largest)
-        vectors, values = attach_some((A, None), (vectors, values), NOTHING, problem, failed, solve)
-    elif recorded:
-        kept = NOTHING if reduction is None else Tridiagonal(reduction)
-        vectors, values = attach_found(A, None, (vectors, values), kept, problem)
-    return _named(Eigenpairs, (values, vectors))
-
-
 # The constructor of a named tuple is a function of Python, in which this is the only line.
 _named = tuple.__new__
-_STRIDED = torch.strided
 
 
-class _Planned:
-    """The problem of a default call without its matrix, and the plans of its kernels.
-
-    It has what the backward pass asks a problem for.
-    """
-
-    __slots__ = ("gradients", "kept", "plan", "reverse", "way")
-
-    def __init__(self, way: str, problem: Any, shape: torch.Size, dtype: torch.dtype) -> None:
-        k, largest = problem.k, problem.largest
-        numbers = native.reduction_numbers(shape[-1], dtype, k)
-        self.way = way
-        self.plan = native.forward_plan(shape, dtype, k, largest)
-        self.reverse = native.backward_plan(shape, dtype, k or 1, k or 1, largest)
-        # The shape of what is kept of the forward pass, None if it is nothing.
-        self.kept = (*shape[:-2], numbers) if numbers else None
-        self.gradients = problem.gradients
-
-    def kept_again(self, tensors: tuple[Tensor, ...], kind: Any) -> Any:
-        return NOTHING
-
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Any,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        took("tangent: compiled")
-        reduction = kept.numbers if kept else None
-        return native.planned_gradient(tensors[0], y, v, d_multiplier, self.reverse, reduction)
-
-
-# What follows from the shape is found once for all calls with matrices of that shape.
-@functools.lru_cache(maxsize=1024)
-def _reduced(
-    shape: torch.Size, dtype: torch.dtype, k: int | None, largest: bool
-) -> _Planned | None:
-    """The problem of matrices for which kernels are used."""
-    # The sizes in a trace of TorchScript are tensors, which are in no cache.
-    errors.refuse_trace()
-    square = len(shape) > 1 and shape[-1] == shape[-2] and shape.numel() > 0
-    if not (native.available and square and dtype in native.EIGENVECTORS):
+def way_of_eigenvectors(
+    tensors: Tensors,
+    k: int | None,
+    largest: bool,
+    symmetric: bool,
+    descending: bool,
+    skip: int,
+    diagonal: bool,
+) -> Recipe | None:
+    """The recipe for eigenvectors that compiled kernels find, from tensors without numbers."""
+    A, M, reference, init = (tensors[name] for name in ("A", "M", "reference", "init"))
+    metric = Diagonal(M) if diagonal else M
+    posed = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, metric)
+    if init is not None:
+        posed.require_start(init)
+    steps: list[Reduction] = []
+    dtype = A.dtype
+    if dtype in HALF:
+        steps.append(Precision(dtype))
+        dtype = torch.float32
+    if not (symmetric and dtype in native.EIGENVECTORS and A.numel() > 0):
         return None
-    if not are_reduced(k or 1, shape[-1]) or (k or 1) > COMPILED_VECTORS:
+    width = None if posed.single else posed.width
+    if not are_reduced(width or 1, posed.n) or (width or 1) > COMPILED_VECTORS:
         return None
-    kind, way = PrincipalEigenvectors, "ied: reduction"
-    if dtype.is_complex:
-        kind, way = HermitianEigenvectors, "ied: complex reduction"
-    return _Planned(way, unposed(kind, k, largest), shape, dtype)
+    if metric is not None and A.shape != metric.shape:
+        return None
+    if diagonal:
+        steps.append(DenseMetric())
+    if reference is not None:
+        steps.append(
+            Sign(
+                k is None, isinstance(reference, Tensor) and posed.has_columns(reference), M is None
+            )
+        )
+    if skip or posed.flipped:
+        steps.append(End(skip, posed.flipped, k is None))
+    kinds: Any = (
+        (PrincipalEigenvectors, PairedEigenvectors),
+        (HermitianEigenvectors, HermitianPair),
+    )
+    problem = unposed(kinds[dtype.is_complex][M is not None], width, largest)
+    common = functools.partial(_solve_commonly, k=width, largest=largest)
+    executor = (CompiledEigenvectors if M is None else CompiledPairs)(
+        problem, A.shape, dtype, common
+    )
+    return Recipe(tuple(steps), executor)
+
+
+def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
+    """Vectors and values by the common path, the requested end first."""
+    problem = PrincipalEigenvectors(tensors["A"], k, largest, M=tensors.get("M"))
+    found = problem.run(_AUTO, _IMPLICIT, report=False)
+    return found.value, found.multiplier
 
 
 def ied(
@@ -183,20 +149,14 @@ def ied(
     (tensor(3.), tensor([1., 0., 0., 0.]))
     """
     descending = requested_first(descending, largest)
-    if (
-        symmetric
-        and (k is None or (type(k) is int and k > 0 and (k == 1 or descending == largest)))
-        and (solver is None or solver == _AUTO)
-        and (gradient is None or gradient == _IMPLICIT)
-        and reference is None
-        and skip == 0
-        and init is None
-        and generator is None
-        and isinstance(A, Tensor)
-    ):
-        found = _small(A, k, largest) if M is None else small_pair(A, M, k, largest)
+    if generator is None:
+        diagonal = type(M) is Diagonal
+        metric = M.d if type(M) is Diagonal else M
+        given = {"A": A, "M": metric, "reference": reference, "init": init}
+        options = k, largest, symmetric, descending, skip, diagonal
+        found = solve_shortly(way_of_eigenvectors, given, options, solver, gradient)
         if found is not None:
-            return found
+            return _named(Eigenpairs, (found[1], found[0]))
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
     if generator is not None and init is None:
         shape = (problem.n, problem.count)

@@ -2,67 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pmaf import errors, native
-from pmaf.autograd.attach import attach_found
+from pmaf import errors
+from pmaf.compiled import CompiledLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.least_squares import SphereLeastSquares
+from pmaf.linalg.roundings import HALF
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator
-from pmaf.runtime.log import took
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.recipe import Recipe, solve_shortly
+from pmaf.reductions.base import Reduction, Tensors
+from pmaf.reductions.precision import Precision
+from pmaf.reductions.radius import Radius
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import are_reduced_columns
-from pmaf.tangent.kept import Exact
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
 _AUTO, _IMPLICIT = Auto(), Implicit()
 
 
-# The problem of a default call, without its tensors.
+def way_of_least_squares(tensors: Tensors, ball: bool) -> Recipe | None:
+    """The recipe for least squares that compiled kernels solve, from tensors without numbers."""
+    A, b, radius, M, weights, init = tensors.values()
+    posed = SphereLeastSquares(A, b, radius, ball, M, weights)
+    if init is not None:
+        posed.require_start(init)
+    if posed.has_options or A.shape[:-1] != b.shape or A.numel() == 0:
+        return None
+    steps: list[Reduction] = [Precision(A.dtype)] if A.dtype in HALF else []
+    if not (steps or A.dtype == torch.float32) or not are_reduced_columns(*A.shape[-2:]):
+        return None
+    if radius != 1:
+        steps.append(Radius(float(radius)))
+    return Recipe(tuple(steps), CompiledLeastSquares(_UNPOSED))
+
+
+# The problem of a call without its tensors.
 _UNPOSED: Any = SphereLeastSquares.read({"radius": 1.0, "ball": False})
-
-
-def _small(A: Tensor, b: Tensor) -> Tensor | None:
-    """The forward pass of the default call, without the objects in between.
-
-    It calls the kernels that `Reduction` calls; the backward pass is the common one. Returns None
-    where the common forward pass is needed: for other tensors, and for entries that the kernels do
-    not solve, or that are not finite.
-    """
-    if not (plain(A) and plain(b)) or forward_mode(A, b):  # asked first: a trace compares no sizes
-        return None
-    if not (A.is_cpu and b.is_cpu and A.layout is b.layout is _STRIDED):
-        return None
-    if not _is_reduced(A.shape, b.shape, A.dtype, b.dtype):
-        return None
-    recorded = (A.requires_grad or b.requires_grad) and torch.is_grad_enabled()
-    u, multiplier, _, numbers, failed = native.least_squares(A, b, recorded)
-    if failed is not None:
-        return None
-    took("less: reduction")
-    if recorded:
-        u, _ = attach_found(A, b, (u, multiplier), Exact(multiplier, numbers), _UNPOSED)
-    return u
-
-
-_STRIDED = torch.strided
-
-
-# What follows from the shapes is found once for all calls with tensors of these shapes.
-@functools.lru_cache(maxsize=1024)
-def _is_reduced(A: torch.Size, b: torch.Size, dtype: torch.dtype, other_dtype: torch.dtype) -> bool:
-    """Whether compiled kernels are used for tensors of these shapes."""
-    # The sizes in a trace of TorchScript are tensors, which are in no cache.
-    errors.refuse_trace()
-    alike = len(A) > 1 and A[:-1] == b and dtype == other_dtype and A.numel() > 0
-    return alike and native.available and dtype == torch.float32 and are_reduced_columns(*A[-2:])
 
 
 def less(
@@ -107,21 +88,10 @@ def less(
     >>> pmaf.less(A, torch.tensor([2.0, 0.0])).detach()
     tensor([1., 0.])
     """
-    if (
-        (solver is None or solver == _AUTO)
-        and (gradient is None or gradient == _IMPLICIT)
-        and type(radius) in (int, float)
-        and radius == 1
-        and not ball
-        and M is None
-        and weights is None
-        and init is None
-        and isinstance(A, Tensor)
-        and isinstance(b, Tensor)
-    ):
-        found = _small(A, b)
-        if found is not None:
-            return found
+    given = {"A": A, "b": b, "radius": radius, "M": M, "weights": weights, "init": init}
+    found = solve_shortly(way_of_least_squares, given, (ball,), solver, gradient)
+    if found is not None:
+        return found[0]
     problem = SphereLeastSquares(A, b, radius, ball, M, weights)
     return problem.run(
         solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False

@@ -15,12 +15,12 @@ from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
-from pmaf.layers.hermitian import phases
 from pmaf.linalg.products import broadcast, dot, frobenius
 from pmaf.linalg.roundings import blame_range, rank_tolerance, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem, in_dtype
+from pmaf.reductions.phases import phases
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Solver
@@ -97,7 +97,7 @@ class PrincipalSingularVectors(Problem):
     def signs(self, rows: Tensor) -> Tensor:
         """The sign or phase for each row `(*, k, n)`, in the order of the solution, `(*, k)`."""
         if rows.is_complex():
-            return phases(self, rows).squeeze(-1)
+            return phases(rows, self._posed().reference_rows(rows, False)).squeeze(-1)
         return self._posed().signs(rows, False)
 
     @property

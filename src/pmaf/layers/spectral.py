@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.autograd.attach import find, solve_opaquely
+from pmaf.autograd.attach import solve_opaquely
+from pmaf.autograd.eager import find
 from pmaf.autograd.forward_mode import constant
 from pmaf.autograd.image import image
 from pmaf.autograd.spectral import (

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, norm
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain
@@ -65,20 +66,26 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
     if reference is None:
         return _default_signs(rows)
     rows = rows.detach()
-    both, one, tolerance = _references(rows)
     if isinstance(reference, str):
         modulus = rows.abs()
         least = (1 - merge_tolerance(rows.dtype)) * modulus.amax(-1, keepdim=True)
         first = (modulus >= least).to(rows.dtype).argmax(-1, keepdim=True)
-        return torch.copysign(one, rows.gather(-1, first).squeeze(-1))
-    tolerance = tolerance / rows.shape[-1] ** 0.5
+        return _one_signed(rows.gather(-1, first).squeeze(-1))
     if isinstance(reference, Tensor):
-        chosen = (rows * reference).sum(-1)
-        tolerance = tolerance * norm(reference)
+        chosen, size = (rows * reference).sum(-1), norm(reference)
     else:
-        chosen = rows[..., reference]
-    chosen = torch.where(chosen.abs() <= tolerance, rows @ both[:, 1], chosen)
-    return torch.copysign(one, chosen)
+        chosen, size = rows[..., reference], 1.0
+    known = chosen.abs() > merge_tolerance(rows.dtype) * size
+    if plain(rows) and bool(known.all()):
+        return chosen.sgn()
+    if plain(rows) and isinstance(reference, Tensor):
+        require_finite(reference=(reference, 1))
+    both, one, _ = _references(rows)
+    return torch.copysign(one, torch.where(known, chosen, rows @ both[:, 1]))
+
+
+def _one_signed(x: Tensor) -> Tensor:
+    return torch.copysign(torch.ones_like(x), x)
 
 
 def _default_signs(rows: Tensor) -> Tensor:

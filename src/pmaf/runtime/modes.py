@@ -54,7 +54,7 @@ def require_eager(what: str, instead: str, x: Tensor) -> None:
         )
 
 
-def forward_mode(*tensors: Tensor | None) -> bool:
+def forward_mode(*tensors: Any) -> bool:
     """Whether one of the tensors has a tangent, or a transform around the call may give it one.
 
     All threads share the level of `forward_ad`, so that the level alone is not enough.
@@ -68,7 +68,7 @@ def forward_mode(*tensors: Tensor | None) -> bool:
         kind = torch._C._functorch.TransformType.Jvp  # pyright: ignore
         if any(transform.key() == kind for transform in stack):
             return True
-    return any(x is not None and _has_tangent(x) for x in tensors)
+    return any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors)
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""Reductions: each turns a problem into an equivalent one, and its solution back."""
