@@ -20,6 +20,7 @@ from pmaf.autograd.eager import completed, may_compile
 from pmaf.autograd.node import Saved, attach_solved
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
+from pmaf.gradients.singular import SingularSystem, pulled
 from pmaf.linalg.decompositions import cholesky
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
@@ -66,6 +67,7 @@ class Compiled:
         self,
         tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -85,7 +87,7 @@ class Compiled:
             y, v = y.mT, None if v is None else v.mT
         compiled = None
         if may_compile(v, d_multiplier):
-            compiled = self.differentiate(tensors, y, kept, v, d_multiplier, needs)
+            compiled = self.differentiate(tensors, y, multiplier, kept, v, d_multiplier, needs)
             if compiled.failed is None:
                 return compiled.tensors
         state = State(multiplier, multiplier.new_full(tensors[0].shape[:-2], math.nan), kept)
@@ -152,6 +154,7 @@ class CompiledEigenvectors(Compiled):
         self,
         tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -224,6 +227,7 @@ class CompiledPairs(CompiledEigenvectors):
         self,
         tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -280,6 +284,7 @@ class CompiledLeastSquares(Compiled):
         self,
         tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -290,3 +295,62 @@ class CompiledLeastSquares(Compiled):
         took("tangent: compiled")
         A, b = tensors
         return native.least_squares_gradient(A, b, y, v, *kept, needs)
+
+
+class CompiledSingularVectors(Compiled):
+    """Right singular vectors, of numbers that float32 holds in tensors of float64.
+
+    The Gram matrix of such numbers has all their digits in float64. There may be row weights.
+    """
+
+    def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
+        super().__init__(problem, names, "singular: reduction")
+        *batch, _, n = shape
+        k, largest = problem.k, problem.largest
+        self.columns = k is not None
+        self.plan = native.forward_plan(torch.Size((*batch, n, n)), torch.float64, k, largest)
+
+    @property
+    def words(self) -> str:
+        return (
+            "Reduction(): compiled kernels, Householder's reduction of the Gram matrix in float64; "
+            "nothing is kept; backward: compiled kernels"
+        )
+
+    def solve(self, tensors: Tensors) -> Found | None:
+        given = [tensors[name] for name in self.names]
+        A, *weights = (x.detach() for x in given)
+        left = A if not weights else A * weights[0].unsqueeze(-1)
+        if weights and not float(weights[0].amin()) >= 0:
+            return None  # the common path says what is wrong
+        gram = left.mT @ A
+        squares, vectors, failed = native.planned_pairs(gram, self.plan, True, None)
+        if failed is not None:
+            return None
+        took(self.way)
+        if not math.isfinite(float(squares.sum())):
+            return None
+        # Squares of zero are rounding, which may be negative.
+        values = squares.clamp_min(0).sqrt()
+        if not _records(*given):
+            return vectors, values
+        return attach_solved(self, (vectors, values), (), *given)
+
+    def differentiate(
+        self,
+        tensors: Sequence[Tensor],
+        y: Tensor,
+        multiplier: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        if d_multiplier is not None or v is None:  # of no call that has a recipe
+            none = torch.ones(multiplier.shape[: tensors[0].dim() - 2], dtype=torch.bool)
+            return native.Gradients(tuple(torch.empty_like(x) for x in tensors), none)
+        if not self.columns:
+            y, v, multiplier = y.unsqueeze(-2), v.unsqueeze(-2), multiplier.unsqueeze(-1)
+        given = tuple(tensors)
+        z = SingularSystem(self.problem.largest, single=True).compiled(v, y, given, multiplier)
+        return native.Gradients(pulled(z, y, given, needs), None)

@@ -35,7 +35,7 @@ from pmaf.tangent.kept import SingularBasis
 
 
 @dataclass(frozen=True)
-class _GramSystem:
+class SingularSystem:
     """Bordered systems of `Λ − AᵀWA`, coupled where singular values are equal."""
 
     largest: bool
@@ -47,7 +47,7 @@ class _GramSystem:
             return self._in_basis(v, state.shift, *kept)
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
         if self.single and compiled:
-            return self._compiled(v, y, tensors, state.shift)
+            return self.compiled(v, y, tensors, state.shift)
         return self._in_basis(v, state.shift, *singular_basis(*tensors))
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
@@ -72,30 +72,36 @@ class _GramSystem:
         equal = self._equal(shift, values, values[..., :1].unsqueeze(-1))
         return ((v @ rows.mT) / torch.where(equal, 1, rise)).masked_fill(equal, 0) @ rows
 
-    def _compiled(self, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
+    def compiled(self, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         """`z` by a factorisation of `AᵀWA` in float64, which has all digits of a float32 matrix."""
         gram = weighted_gram(*tensors)
-        batch, (k, n) = v.shape[:-2], v.shape[-2:]
-        top = torch.linalg.matrix_norm(rooted(*tensors), keepdim=True)
-        # The kernels take the largest eigenvalues.
-        sign = 1.0 if self.largest else -1.0
-        flat = (x.reshape(-1, *x.shape[len(batch) :]) for x in (sign * gram, shift, y, v))
-        gram_, shift_, y_, v_ = flat
+        k = v.shape[-2]
+        # The kernels take the largest eigenvalues. The trace of the Gram matrix is `‖√W A‖²`.
+        top = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[..., None, None]
+        square = shift.square()
         took("tangent: compiled")
-        z, failed = native.complement_solve(gram_, sign * shift_.square(), y_, v_)
-        z = sign * z.reshape(*batch, k, n)
-        failed = torch.zeros(batch, dtype=torch.bool) if failed is None else failed.reshape(batch)
+        if self.largest:
+            z, failed = native.complement_solve(gram, square, y, v)
+        else:
+            z, failed = native.complement_solve(-gram, -square, y, v)
+            z = -z
         # Were all other singular values further away than those that count as equal, z would be
         # shorter than this.
         close = accuracy(v.dtype, self.single) * top.squeeze(-1)
-        limit = norm(v) / (close * (2 * shift + close)).clamp_min(torch.finfo(v.dtype).tiny)
-        failed = failed | (norm(z) > limit).any(-1) | (top == 0).flatten(-2).any(-1)
+        least = (close * (2 * shift + close)).clamp_min(torch.finfo(v.dtype).tiny)
+        short = norm(z) * least <= norm(v)
+        if failed is None and bool((short & (close > 0)).all()):
+            failed = None
+        else:
+            wrong = ~(short & (close > 0)).all(-1)
+            failed = wrong if failed is None else failed | wrong
         if k > 1:
             inside = self._equal(shift, shift, top)
             part = (v @ y.mT) / torch.where(inside, 1, _rise(shift, shift))
             z = z + part.masked_fill(inside, 0) @ y
-        if bool(failed.any()):
+        if failed is not None and bool(failed.any()):
             took("tangent: decomposition")
+            batch = v.shape[:-2]
             some = tuple(
                 x.expand(*batch, *x.shape[x.dim() - own :])[failed]
                 for x, own in zip(tensors, (2, 1))
@@ -168,7 +174,7 @@ class SingularConditions:
             return weighted(image, weights) @ image.mT
 
         shift = coupled(values.square(), within)
-        system = _GramSystem(self.largest, self.single)
+        system = SingularSystem(self.largest, self.single)
         z = tangent_solve(system, v, y, tensors, shift, state)
         return z if along is None else z + along
 

@@ -56,7 +56,7 @@ def way_of_eigenvectors(
     steps: list[Reduction] = []
     dtype = A.dtype
     if dtype in HALF:
-        steps.append(Precision(dtype))
+        steps.append(Precision(dtype, torch.float32))
         dtype = torch.float32
     if not (symmetric and dtype in native.EIGENVECTORS and A.numel() > 0):
         return None

@@ -34,7 +34,7 @@ def way_of_least_squares(tensors: Tensors, ball: bool) -> Recipe | None:
         posed.require_start(init)
     if posed.has_options or A.shape[:-1] != b.shape or A.numel() == 0:
         return None
-    steps: list[Reduction] = [Precision(A.dtype)] if A.dtype in HALF else []
+    steps: list[Reduction] = [Precision(A.dtype, torch.float32)] if A.dtype in HALF else []
     if not (steps or A.dtype == torch.float32) or not are_reduced_columns(*A.shape[-2:]):
         return None
     if radius != 1:

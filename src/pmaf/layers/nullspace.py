@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from pmaf import errors
 from pmaf.gradients import Implicit
-from pmaf.layers.singular_vectors import PrincipalSingularVectors
+from pmaf.layers.singular_vectors import PrincipalSingularVectors, way_of_singular_vectors
 from pmaf.operators import Operator
+from pmaf.recipe import solve_shortly
 from pmaf.solvers import Auto, Solver
 
 _AUTO, _IMPLICIT = Auto(), Implicit()
@@ -50,6 +51,10 @@ def nullspace(
     >>> pmaf.nullspace(torch.tensor([[3.0, -4.0], [6.0, -8.0]]))
     tensor([0.8000, 0.6000])
     """
+    given = {"A": A, "weights": weights, "reference": reference, "init": init}
+    found = solve_shortly(way_of_singular_vectors, given, (k, False, None), solver, None)
+    if found is not None:
+        return found[0]
     problem = PrincipalSingularVectors(A, weights, k, largest=False, reference=reference)
     return problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False).value
 

@@ -11,21 +11,28 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
+from pmaf.compiled import CompiledSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.linalg.products import broadcast, dot, frobenius
-from pmaf.linalg.roundings import blame_range, rank_tolerance, square_range
+from pmaf.linalg.roundings import HALF, blame_range, rank_tolerance, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem, in_dtype
+from pmaf.recipe import Recipe
+from pmaf.reductions.base import Reduction, Tensors
+from pmaf.reductions.end import End, Sign
 from pmaf.reductions.phases import phases
+from pmaf.reductions.precision import Precision
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
+from pmaf.solvers.reduction import are_few
+from pmaf.tangent.complement import COMPILED_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,6 +282,31 @@ class PrincipalSingularVectors(Problem):
         dtype = self.dtype
         found = self._posed().present(outcome)
         return replace(found, residual=found.residual.to(dtype), gap=found.gap.to(dtype))
+
+
+def way_of_singular_vectors(
+    tensors: Tensors, k: int | None, largest: bool, descending: bool | None
+) -> Recipe | None:
+    """The recipe for right singular vectors that compiled kernels find, without numbers."""
+    A, weights, reference, init = (tensors[x] for x in ("A", "weights", "reference", "init"))
+    posed = PrincipalSingularVectors(A, weights, k, largest, descending, reference)
+    if init is not None:
+        posed.require_start(init)
+    n, dtype = posed.n, A.dtype
+    names = ("A",) if weights is None else ("A", "weights")
+    if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
+        return None
+    # Only numbers that float32 holds have a Gram matrix that kernels may work on.
+    if dtype not in (*HALF, torch.float32) or not (n <= COMPILED_ROWS and are_few(k or 1, n)):
+        return None
+    steps: list[Reduction] = [Precision(dtype, torch.float64)]
+    if reference is not None:
+        block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
+        steps.append(Sign(k is None, block, unit=True))
+    if posed.flipped:
+        steps.append(End(0, True, False))
+    problem = PrincipalSingularVectors.read({"k": k, "largest": largest, "single": True})
+    return Recipe(tuple(steps), CompiledSingularVectors(problem, A.shape, names))
 
 
 def _unposed(k: int | None, largest: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers of half precision are computed in float32."""
+"""Numbers are computed in a dtype of more digits than they are given in."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmaf.linalg.roundings import HALF
 from pmaf.reductions.base import Found, Tensors
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Tensors of `dtype` become those of float32."""
+    """Tensors of `given` become those of `computed`, and the solution one of `given`.
 
-    dtype: torch.dtype
+    Half precision is computed in float32; float32 in float64 where squares need all their digits.
+    """
+
+    given: torch.dtype
+    computed: torch.dtype
 
     @property
     def words(self) -> str:
-        return f"{self.dtype} -> float32".replace("torch.", "")
+        return f"{self.given} -> {self.computed}".replace("torch.", "")
 
     def apply(self, tensors: Tensors) -> Tensors:
+        dtype = self.given
         return {
-            name: x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
+            name: x.to(self.computed) if isinstance(x, Tensor) and x.dtype is dtype else x
             for name, x in tensors.items()
         }
 
     def back(self, found: Found, given: Tensors) -> Found:
         value, multiplier = found
-        return value.to(self.dtype), multiplier.to(self.dtype)
+        return value.to(self.given), multiplier.to(self.given)
