@@ -1,5 +1,6 @@
 """Races against everything a user would pick instead, each runnable alone by its name."""
 
+from pmaf_lab.bench.calls import CallsRace
 from pmaf_lab.bench.crossover import EigenCrossover, LessCrossover
 from pmaf_lab.bench.eigen import EigenRace, EigenvectorsRace
 from pmaf_lab.bench.general import GeneralRace
@@ -64,5 +65,6 @@ BENCHMARKS = Collection(
         PoolRace(),
         Graphs(),
         PrincipalComponents(),
+        CallsRace(),
     ),
 )

@@ -325,8 +325,10 @@ class Runs:
         self.forward, self.backward = seconds(self._solve, device), 0.0
         if competitor.differentiable:
             recorded = [i for i, x in enumerate(self.outputs) if x.requires_grad]
+            # Of copies: one output may be computed from another, whose graph this would free.
+            given = [x.detach().requires_grad_(x.requires_grad) for x in self.outputs]
             incoming = torch.autograd.grad(
-                loss(self.outputs), [self.outputs[i] for i in recorded], allow_unused=True
+                loss(tuple(given)), [given[i] for i in recorded], allow_unused=True
             )
             self.incoming = {i: v for i, v in zip(recorded, incoming) if v is not None}
             self.backward = seconds(self._differentiate, device)
