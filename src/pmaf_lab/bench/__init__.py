@@ -10,6 +10,7 @@ from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
 from pmaf_lab.bench.pool import PoolRace
 from pmaf_lab.bench.problems import HermitianRace, NullspaceRace, PairsRace
+from pmaf_lab.bench.traces import Traces
 from pmaf_lab.bench.users import UsersLessRace, UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
 
@@ -66,5 +67,6 @@ BENCHMARKS = Collection(
         Graphs(),
         PrincipalComponents(),
         CallsRace(),
+        Traces(),
     ),
 )
