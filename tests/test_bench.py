@@ -273,7 +273,7 @@ def test_who_is_wrong_or_absent_is_said():
 
 def test_all_races_are_tested():
     raced = {experiment.name for experiment in BENCHMARKS.experiments}
-    assert raced == {*RACES, "less-memory", "ied-memory", "graphs", "pca"}
+    assert raced == {*RACES, "less-memory", "ied-memory", "graphs", "pca", "calls", "traces"}
 
 
 def test_the_cells_of_a_race_are_what_its_figures_and_fits_are_made_of():

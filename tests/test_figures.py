@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from pmaf_lab import cli
 from pmaf_lab.bench import BENCHMARKS
+from pmaf_lab.bench.calls import CALLS, THEIRS, CallsRace
 from pmaf_lab.bench.matrix_free import ByProducts
 from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.race import Race
+from pmaf_lab.bench.traces import Traces
 from pmaf_lab.experiments import Row
 from pmaf_lab.experiments.store import Store
 from pmaf_lab.figures.pages import fill, filled, names, pages, without_marks
@@ -52,6 +54,13 @@ def rows_of(experiment, scale="full", environment=None):
                 }
                 for k, (name, competitor) in enumerate(experiment.competitors.items())
             }
+        elif isinstance(experiment, CallsRace):
+            times = {"forward": 0.25, "backward": 0.5}
+            both = {"ours": times, THEIRS: {"forward": 0.5, "backward": 1.0}}
+            values = dict.fromkeys(CALLS[cell.params["call"]].source.families, both)
+        elif isinstance(experiment, Traces):
+            times = {"forward": 0.25, "backward": 0.5}
+            values = {"first": 2.0, "eager": times, "compiled": times}
         else:
             names = ("products", "products warm", "products backward")
             ours = {"forward": 0.5, "backward": 0.75, **dict.fromkeys(names, 9), "residual": 1e-7}

@@ -1,5 +1,6 @@
 """Races against everything a user would pick instead, each runnable alone by its name."""
 
+from pmaf_lab.bench.calls import CallsRace
 from pmaf_lab.bench.crossover import EigenCrossover, LessCrossover
 from pmaf_lab.bench.eigen import EigenRace, EigenvectorsRace
 from pmaf_lab.bench.general import GeneralRace
@@ -9,6 +10,7 @@ from pmaf_lab.bench.memory import MemoryRace
 from pmaf_lab.bench.pca import PrincipalComponents
 from pmaf_lab.bench.pool import PoolRace
 from pmaf_lab.bench.problems import HermitianRace, NullspaceRace, PairsRace
+from pmaf_lab.bench.traces import Traces
 from pmaf_lab.bench.users import UsersLessRace, UsersRace, UsersRaceOfThree
 from pmaf_lab.experiments import Collection
 
@@ -64,5 +66,7 @@ BENCHMARKS = Collection(
         PoolRace(),
         Graphs(),
         PrincipalComponents(),
+        CallsRace(),
+        Traces(),
     ),
 )

@@ -212,6 +212,7 @@ def race(
     budget: float,
     repeats: int = 60,
     turn: float = 0.004,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Median seconds of both passes, the outputs and the gradients, of every competitor.
 
@@ -228,6 +229,7 @@ def race(
             had three turns, unless its first run took longer.
         repeats: Rounds in which everybody has a turn.
         turn: Seconds after which no other run of a turn begins.
+        clock: What tells the time, that of the wall unless given.
     """
     results: dict[str, dict[str, Any]] = {}
     runs: dict[str, Runs] = {}
@@ -239,7 +241,7 @@ def race(
             reason = competitor.reason(inputs[0].numel())
             if reason is None:
                 try:
-                    first = runs[name] = Runs(competitor, inputs, loss, device)
+                    first = runs[name] = Runs(competitor, inputs, loss, device, clock)
                     results[name] = dict(first.first)
                     taken = first.forward, first.backward
                     # The first run warms up; one that takes very long has to do.
@@ -318,18 +320,23 @@ class Runs:
         inputs: Result,
         loss: Callable[[Result], Tensor],
         device: torch.device,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.competitor, self.inputs, self.device = competitor, inputs, device
+        self.competitor, self.inputs = competitor, inputs
+        timed = seconds if clock is None else partial(seconds, clock=clock)
+        self.seconds = partial(timed, device=device)
         self.outputs: Result = ()
         self.gradients: Result | None = None
-        self.forward, self.backward = seconds(self._solve, device), 0.0
+        self.forward, self.backward = self.seconds(self._solve), 0.0
         if competitor.differentiable:
             recorded = [i for i, x in enumerate(self.outputs) if x.requires_grad]
+            # Of copies: one output may be computed from another, whose graph this would free.
+            given = [x.detach().requires_grad_(x.requires_grad) for x in self.outputs]
             incoming = torch.autograd.grad(
-                loss(self.outputs), [self.outputs[i] for i in recorded], allow_unused=True
+                loss(tuple(given)), [given[i] for i in recorded], allow_unused=True
             )
             self.incoming = {i: v for i, v in zip(recorded, incoming) if v is not None}
-            self.backward = seconds(self._differentiate, device)
+            self.backward = self.seconds(self._differentiate)
         self.warming = self.forward + self.backward
         self.first = {
             "outputs": tuple(x.detach() for x in self.outputs),
@@ -338,9 +345,9 @@ class Runs:
 
     def again(self) -> None:
         """Another run."""
-        self.forward = seconds(self._solve, self.device)
+        self.forward = self.seconds(self._solve)
         if self.competitor.differentiable:
-            self.backward = seconds(self._differentiate, self.device)
+            self.backward = self.seconds(self._differentiate)
 
     def _solve(self) -> None:
         self.outputs = self.competitor.solve(*self.inputs)
