@@ -849,7 +849,7 @@ PAIRS = [
     ),
     Bug(
         "saved tensors: what hooks have changed is taken for what was kept",
-        "compiled.py",
+        "executors/base.py",
         "kept = self.kept(held) if same else self.kept_again(tensors)",
         "kept = self.kept(held)",
         "test_saved.py::test_what_was_kept_in_more_digits_is_computed_again",
@@ -1322,7 +1322,7 @@ LINALG = [
     ),
     Bug(
         "kernels: a vector that fails is returned",
-        "compiled.py",
+        "executors/eigenvectors.py",
         ".index_put((good,), part).index_put((failed,), other)",
         ".index_put((good,), part)",
         "test_native_pairs.py::"
@@ -1358,7 +1358,7 @@ LINALG = [
     ),
     Bug(
         "less: kernels forget the start",
-        "compiled.py",
+        "executors/least_squares.py",
         'tensors.get("init") is not None and not bool(gap.all())',
         "False",
         "test_native.py::test_a_start_chooses_among_several_minimisers",
@@ -1386,14 +1386,14 @@ LINALG = [
     ),
     Bug(
         "less: a reduction is kept that nobody asks for",
-        "compiled.py",
+        "executors/least_squares.py",
         "native.least_squares(A, b, recorded)",
         "native.least_squares(A, b, True)",
         "test_native.py::test_no_reduction_of_least_squares_is_kept_without_a_graph",
     ),
     Bug(
         "kernels: what is kept of all entries is taken for that of some",
-        "compiled.py",
+        "executors/eigenvectors.py",
         "held = tuple(x[good] for x in held)",
         "pass",
         "test_native_pairs.py::"

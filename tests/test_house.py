@@ -35,7 +35,7 @@ ROOMS = [
     "autograd",
     "reductions",
     "problem",
-    "compiled",
+    "executors",
     "recipe",
     "layers",
     "__init__",

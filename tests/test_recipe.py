@@ -1,6 +1,7 @@
 """Recipes: calls with options find what the common path finds, in fewer steps."""
 
 import gc
+import importlib
 import itertools
 import weakref
 
@@ -12,6 +13,9 @@ from pmaf import native, recipe
 from pmaf.gradients import Implicit
 from pmaf.operators import Diagonal, Matrix
 from pmaf.solvers import Auto, Dense
+
+# The names of the modules are those of the layers, too.
+isvd, nullspace = (importlib.import_module(f"pmaf.layers.{x}") for x in ("isvd", "nullspace"))
 
 pytestmark = pytest.mark.skipif(not native.available, reason="recipes end in compiled kernels")
 
@@ -112,6 +116,82 @@ def test_eigenvectors_with_options_are_those_of_the_common_path(dtype, metric, c
         for x, y in zip(found, gradients((exact.multiplier, exact.value), leaves)):
             size = float(y.abs().max())
             torch.testing.assert_close(x, y, rtol=0, atol=1e2 * bound * size, msg=str((k, given)))
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """A function that calls a layer on the common path, as if it had no recipe."""
+
+    def call(layer, *args, **kwargs):
+        with monkeypatch.context() as patched:
+            for module in (isvd, nullspace):
+                patched.setattr(module, "solve_shortly", lambda *_: None)
+            return layer(*args, **kwargs)
+
+    return call
+
+
+def spread(m, n, dtype):
+    """Three matrices whose singular values are 1, 2, … apart from rounding."""
+    k = min(m, n)
+    u, v = (torch.linalg.qr(drawn(3, x, k, dtype=F64, seed=x)).Q for x in (m, n))
+    return ((u * torch.arange(1.0, k + 1)) @ v.mT / k).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("shape", [(14, 9), (9, 9), (9, 14)], ids=str)
+def test_singular_vectors_are_those_of_the_common_path(shape, dtype, common, forced):
+    A, w = spread(*shape, dtype), drawn(3, shape[0], dtype=dtype, seed=2).square() + 0.5
+    leaves = [A.requires_grad_(), w.requires_grad_()]
+    bound = 1e3 * torch.finfo(dtype).eps
+    for k in (None, 1, 2, 3):
+        for reference in (None, 0, drawn(shape[1], dtype=dtype)):
+            calls = [(pmaf.nullspace, leaves, {"k": k, "weights": w, "reference": reference})]
+            calls += [(pmaf.nullspace, leaves[:1], {"k": k, "reference": reference})]
+            calls += [
+                (pmaf.isvd, leaves[:1], {"k": k, "reference": reference, **order})
+                for order in (
+                    dict(largest=True),
+                    dict(largest=False),
+                    dict(largest=True, descending=False),
+                )
+            ]
+            for layer, given, options in calls:
+                common.clear()
+                found, exact = layer(A, **options), forced(layer, A, **options)
+                assert len(common) == 1, (layer, options)
+                found, exact = (x if isinstance(x, tuple) else (x,) for x in (found, exact))
+                if layer is pmaf.nullspace and k is not None and shape[0] < shape[1]:
+                    # Null vectors are one group, and any orthonormal ones of it will do.
+                    found, exact = ([x @ x.mT for x in y] for y in (found, exact))
+                for x, y in zip(found, exact, strict=True):
+                    torch.testing.assert_close(x, y, rtol=0, atol=bound)
+                for x, y in zip(gradients(found, given), gradients(exact, given), strict=True):
+                    size = float(y.abs().max())
+                    torch.testing.assert_close(x, y, rtol=0, atol=1e2 * bound * size)
+
+
+def test_second_derivatives_of_triplets():
+    A = spread(6, 4, F64)[0].requires_grad_()
+    for k in (None, 2):
+        assert torch.autograd.gradcheck(lambda A, k=k: tuple(pmaf.isvd(A, k)), A)
+        assert torch.autograd.gradgradcheck(lambda A, k=k: tuple(pmaf.isvd(A, k)), A)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_triplets_of_float32_whose_singular_values_nearly_repeat(scale, common):
+    """One gradient has no correct digits, and the rule of the problem says which part is left."""
+    A = torch.zeros(2, 5, 4)
+    A[0, :4] = torch.diag(torch.tensor([2.0, 2.0 * (1 + 1e-7), 1.0, 0.5]))
+    A[1, :4] = torch.diag(torch.tensor([4.0, 2.0, 1.0, 0.5]))
+    A = (scale * A).requires_grad_()
+    left, _, right = pmaf.isvd(A)
+    assert not common
+    (dA,) = torch.autograd.grad((left[:, 2] + right[:, 3]).sum(), A)
+    assert torch.isfinite(dA).all()
+    # dv₃ = (σ₁ dA₁₄ …)/(σ₁² − σ₄²) for the matrix whose values are apart.
+    expected = 4.0 / (16 - 0.25) / scale
+    torch.testing.assert_close(dA[1, 0, 3], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

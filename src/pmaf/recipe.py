@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf import errors, native
-from pmaf.compiled import Compiled
+from pmaf import errors
+from pmaf.executors.base import Executor
 from pmaf.gradients import Gradient, Implicit
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.runtime.modes import forward_mode, plain
@@ -30,7 +30,7 @@ class Recipe(NamedTuple):
     """The way of all calls with one signature."""
 
     steps: tuple[Reduction, ...]
-    executor: Compiled
+    executor: Executor
 
     def __str__(self) -> str:
         words = [step.words for step in self.steps]
@@ -63,8 +63,6 @@ def solve_shortly(
         given: the tensors of the call by name; those that are optional may be None.
         options: what else the problem consists of.
     """
-    if not native.available:
-        return None
     forms = []
     for x in given.values():
         if isinstance(x, Tensor):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.compiled import CompiledEigenvectors, CompiledPairs
+from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.dense_pairs import HermitianPair, PairedEigenvectors
 from pmaf.layers.eigenvectors import (
@@ -58,7 +58,8 @@ def way_of_eigenvectors(
     if dtype in HALF:
         steps.append(Precision(dtype, torch.float32))
         dtype = torch.float32
-    if not (symmetric and dtype in native.EIGENVECTORS and A.numel() > 0):
+    kernels = native.available and dtype in native.EIGENVECTORS
+    if not (symmetric and kernels and A.numel() > 0):
         return None
     width = None if posed.single else posed.width
     if not are_reduced(width or 1, posed.n) or (width or 1) > COMPILED_VECTORS:
@@ -156,7 +157,7 @@ def ied(
         options = k, largest, symmetric, descending, skip, diagonal
         found = solve_shortly(way_of_eigenvectors, given, options, solver, gradient)
         if found is not None:
-            return _named(Eigenpairs, (found[1], found[0]))
+            return _named(Eigenpairs, found[::-1])
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
     if generator is not None and init is None:
         shape = (problem.n, problem.count)

@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pmaf import errors
+from pmaf.executors import singular as executors
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.complex_singular import EmbeddedSingularVectors
 from pmaf.layers.eigenvectors import requested_first
-from pmaf.layers.singular_vectors import PrincipalSingularVectors
+from pmaf.layers.singular_vectors import PrincipalSingularVectors, is_compiled_shape
 from pmaf.layers.triplets import triplets_by_products
 from pmaf.linalg.embedding import complex_rows, real_matrix
 from pmaf.linalg.products import dot
@@ -25,6 +27,11 @@ from pmaf.linalg.roundings import HALF
 from pmaf.operators import Operator, as_operator
 from pmaf.operators.transposed import Transposed
 from pmaf.problem import as_solution
+from pmaf.recipe import Recipe, solve_shortly
+from pmaf.reductions.base import Reduction, Tensors
+from pmaf.reductions.end import End, Sign
+from pmaf.reductions.precision import Precision
+from pmaf.reductions.wide import Wide
 from pmaf.runtime import ranks
 from pmaf.solution import Solution
 from pmaf.solvers import Auto, Solver
@@ -95,6 +102,34 @@ class _EmbeddedTriplets(EmbeddedSingularVectors, _PrincipalTriplets):
 _AUTO, _IMPLICIT = Auto(), Implicit()
 
 
+def way_of_triplets(
+    tensors: Tensors, k: int | None, largest: bool, descending: bool | None
+) -> Recipe | None:
+    """The recipe for triplets of real matrices, from tensors without numbers."""
+    A, reference, init = (tensors[name] for name in ("A", "reference", "init"))
+    posed = PrincipalSingularVectors(A, None, k, largest, descending, reference)
+    if init is not None:
+        posed.require_start(init)
+    shape, dtype = A.shape, A.dtype
+    if A.numel() == 0 or dtype.is_complex or posed.width > min(shape[-2:]):
+        return None
+    single = dtype in (*HALF, torch.float32)
+    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
+    wide = shape[-2] < shape[-1]
+    if reference is not None or wide:
+        block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
+        steps.append(Sign(k is None, block, unit=True))
+    if posed.flipped:
+        steps.append(End(0, True, False))
+    if wide:
+        steps.append(Wide())
+        shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
+    if single and not is_compiled_shape(k, shape[-1]):
+        return None
+    problem = _PrincipalTriplets.read({"k": posed.width, "largest": largest, "single": single})
+    return Recipe(tuple(steps), executors.Triplets(problem, shape, k is not None))
+
+
 def isvd(
     A: Tensor | Operator,
     k: int | None = None,
@@ -132,6 +167,11 @@ def isvd(
     >>> left.abs(), values, right
     (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
     """
+    tensors = {"A": A, "reference": reference, "init": init}
+    short = solve_shortly(way_of_triplets, tensors, (k, largest, descending), solver, None)
+    if short is not None:
+        right, values, left = short
+        return SingularTriplets(left, values, right)
     # Checks the arguments; signs belong to the right vectors.
     given = PrincipalSingularVectors(A, None, k, largest, descending, reference)
     m, n = given.A.shape[-2:]

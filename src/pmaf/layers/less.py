@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmaf import errors
-from pmaf.compiled import CompiledLeastSquares
+from pmaf import errors, native
+from pmaf.executors.least_squares import CompiledLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.least_squares import SphereLeastSquares
 from pmaf.linalg.roundings import HALF
@@ -32,7 +32,9 @@ def way_of_least_squares(tensors: Tensors, ball: bool) -> Recipe | None:
     posed = SphereLeastSquares(A, b, radius, ball, M, weights)
     if init is not None:
         posed.require_start(init)
-    if posed.has_options or A.shape[:-1] != b.shape or A.numel() == 0:
+    if not native.available or A.numel() == 0:
+        return None
+    if posed.has_options or A.shape[:-1] != b.shape:
         return None
     steps: list[Reduction] = [Precision(A.dtype, torch.float32)] if A.dtype in HALF else []
     if not (steps or A.dtype == torch.float32) or not are_reduced_columns(*A.shape[-2:]):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pmaf import errors
-from pmaf.compiled import CompiledSingularVectors
+from pmaf import errors, native
+from pmaf.executors.singular import CompiledSingularVectors, DecomposedSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
@@ -297,16 +297,23 @@ def way_of_singular_vectors(
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
         return None
     # Only numbers that float32 holds have a Gram matrix that kernels may work on.
-    if dtype not in (*HALF, torch.float32) or not (n <= COMPILED_ROWS and are_few(k or 1, n)):
+    single = dtype in (*HALF, torch.float32)
+    if dtype.is_complex or (single and not is_compiled_shape(k, n)):
         return None
-    steps: list[Reduction] = [Precision(dtype, torch.float64)]
+    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
     if reference is not None:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
         steps.append(Sign(k is None, block, unit=True))
     if posed.flipped:
         steps.append(End(0, True, False))
-    problem = PrincipalSingularVectors.read({"k": k, "largest": largest, "single": True})
-    return Recipe(tuple(steps), CompiledSingularVectors(problem, A.shape, names))
+    problem = PrincipalSingularVectors.read({"k": k, "largest": largest, "single": single})
+    executor = CompiledSingularVectors if single else DecomposedSingularVectors
+    return Recipe(tuple(steps), executor(problem, A.shape, names))
+
+
+def is_compiled_shape(k: int | None, n: int) -> bool:
+    """Whether kernels find k right singular vectors faster than a decomposition."""
+    return native.available and n <= COMPILED_ROWS and are_few(k or 1, n)
 
 
 def _unposed(k: int | None, largest: bool) -> Any:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 # The tensors of a call by the names of its arguments, among them None and sign rules.
 Tensors = dict[str, Any]
-# A solution and its multiplier.
-Found = tuple[Tensor, Tensor]
+# A solution, its multiplier, and vectors that belong to those of the solution, as left ones do.
+Found = tuple[Tensor, ...]
 
 
 class Reduction(Protocol):

@@ -38,15 +38,12 @@ class End:
         return tensors
 
     def back(self, found: Found, given: Tensors) -> Found:
-        vectors, values = found
+        # New tensors, not views: a user may write into what a layer returns.
         if self.single:
-            # New tensors, not views: a user may write into what a layer returns.
-            return vectors[..., self.skip].clone(), values[..., self.skip].clone()
-        if self.skip:
-            vectors, values = vectors[..., self.skip :], values[..., self.skip :]
+            return tuple(x[..., self.skip].clone() for x in found)
         if self.flipped:
-            return vectors.flip(-1), values.flip(-1)
-        return vectors.clone(), values.clone()
+            return tuple(x[..., self.skip :].flip(-1) for x in found)
+        return tuple(x[..., self.skip :].clone() for x in found)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Sign:
         return tensors
 
     def back(self, found: Found, given: Tensors) -> Found:
-        vectors, values = found
+        vectors, values, *partners = found
         reference = given["reference"]
         rows = vectors.unsqueeze(-2) if self.single else vectors.mT
         if isinstance(reference, Tensor):
@@ -84,4 +81,4 @@ class Sign:
         else:
             factor = sphere.signs(unit, reference)
         factor = factor if self.single else factor.unsqueeze(-2)
-        return vectors * factor, values
+        return vectors * factor, values, *(x * factor for x in partners)

@@ -32,5 +32,4 @@ class Precision:
         }
 
     def back(self, found: Found, given: Tensors) -> Found:
-        value, multiplier = found
-        return value.to(self.given), multiplier.to(self.given)
+        return tuple(x.to(self.given) for x in found)

@@ -1,0 +1,103 @@
+"""What the executors at the end of a recipe have in common.
+
+What follows from shapes, dtypes and options is found when an executor is made; a call allocates,
+calls a kernel or a decomposition, and leaves one node in the graph. Kernels differentiate once.
+Where the derivative is to be differentiated again, or a kernel fails, the rule of the problem takes
+their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmaf import native
+from pmaf.autograd.eager import completed, may_compile
+from pmaf.autograd.node import Saved
+from pmaf.gradients import Implicit
+from pmaf.gradients.base import Reverse
+from pmaf.reductions.base import Found, Tensors
+from pmaf.runtime.modes import full_precision
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import NOTHING, Kept
+
+# Finds vectors and values for tensors by name on the common path, differentiably.
+Common = Callable[[Tensors], Found]
+
+
+class Executor:
+    """Solves all calls with one signature, and differentiates them.
+
+    Args:
+        problem: without its tensors; its rule differentiates what kernels do not.
+        names: of the tensors that the kernels take.
+        way: for the log.
+    """
+
+    columns = False  # whether several vectors are columns, as the user sees them
+    compiles = True  # whether kernels differentiate
+
+    def __init__(self, problem: Any, names: tuple[str, ...], way: str) -> None:
+        self.problem, self.names, self.way = problem, names, way
+
+    @property
+    def words(self) -> str:
+        """What solves and what differentiates, for `pmaf.explain`."""
+        raise NotImplementedError
+
+    def solve(self, tensors: Tensors) -> Found | None:
+        """A solution and its multiplier, or None where the common path has to find all of it."""
+        raise NotImplementedError
+
+    def kept(self, held: tuple[Any, ...]) -> Kept:
+        """What the solve has kept, from the tensors that were saved."""
+        return NOTHING
+
+    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
+        """The same after hooks on saved tensors have changed it."""
+        return NOTHING
+
+    def differentiate(
+        self,
+        tensors: Sequence[Tensor],
+        y: Tensor,
+        multiplier: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        """The gradients by kernels; several vectors are rows."""
+        raise NotImplementedError
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The derivative of the node; see `autograd/node.py`."""
+        tensors, (y, multiplier), held, same = saved
+        v, d_multiplier = grads
+        kept = self.kept(held) if same else self.kept_again(tensors)
+        if self.columns:
+            y, v = y.mT, None if v is None else v.mT
+        compiled = None
+        if self.compiles and may_compile(v, d_multiplier):
+            compiled = self.differentiate(tensors, y, multiplier, kept, v, d_multiplier, needs)
+            if compiled.failed is None:
+                return compiled.tensors
+        state = State(multiplier, multiplier.new_full(tensors[0].shape[:-2], math.nan), kept)
+        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
+        if compiled is not None:
+            return completed(self.problem, given, compiled)
+        with full_precision(y.device):
+            return self.problem.gradients(given)
+
+
+_IMPLICIT = Implicit()
+
+
+def records(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
