@@ -58,8 +58,11 @@ def _derivative(
             inner = _Words.apply(values, turned, function)
         total = vectors @ inner @ vectors.mT
     slopes = function.slopes(values) if function.learned and directions is None else None
-    found: Any = _Follow.apply(total, slopes, A, values, vectors, directions, function)
-    return found
+    simple = plain(A) and plain(total)
+    if simple and not torch.is_grad_enabled():
+        return symmetric_part(total)
+    apply: Any = _follow_plainly if simple else _Follow.apply
+    return apply(total, slopes, A, values, vectors, directions, function)
 
 
 class Group(NamedTuple):
@@ -198,6 +201,10 @@ class _Follow(torch.autograd.Function):
         if needs_total and ctx.function.learned and directions is not None:
             direction = _Last.apply(direction, A)
         return direction, d_slopes, dA, None, None, None, None
+
+
+# See `autograd/node.py`.
+_follow_plainly: Any = super(torch.autograd.Function, _Follow).apply  # pyright: ignore
 
 
 class _Mixed(torch.autograd.Function):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, overload
 
@@ -25,6 +27,7 @@ from pmaf.gradients import Implicit
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.hermitian import EmbeddedEigenvectors
 from pmaf.linalg import sphere
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable
 from pmaf.linalg.embedding import complex_matrix, real_matrix
 from pmaf.linalg.matrix_function import MatrixFunction
@@ -278,6 +281,12 @@ def require_square(A: Any, k: int | None) -> None:
 def _decomposition(A: Tensor) -> tuple[Tensor, Tensor]:
     """All eigenvalues and eigenvectors, as constants."""
     eager = plain(A)
+    if eager and A.is_cpu:  # LAPACK scales a matrix whose entries are near the ends of the range
+        with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+            values, vectors = eigh(symmetric_part(A.detach()))
+            if math.isfinite(float(values.sum())):
+                took("ied: decomposition")
+                return values, vectors
     fixed = A.detach() if eager or torch.compiler.is_compiling() else constant(A)
     problem = PrincipalEigenvectors(fixed)
     try:
