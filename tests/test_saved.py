@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import pmaf
 from pmaf import native
-from pmaf.operators import Gram
+from pmaf.operators import Gram, Matrix
 from tests.quadratic import SphereQuadratic
 
 
@@ -87,6 +87,7 @@ CALLS = {
     "nullspace": (pmaf.nullspace, tall(7, m=8, n=4)),
     "nullspace, wide": (lambda A: pmaf.nullspace(A, 5), tall(7, m=9, n=4).mT.contiguous()),
     "isvd": (lambda A: pmaf.isvd(A, 2).left, tall(7, m=8, n=4)),
+    "isvd, operator": (lambda A: pmaf.isvd(Matrix(A), 2).left, tall(7, m=8, n=4, dtype=F64)),
     "spectral": (lambda A: pmaf.spectral(A, "sqrt"), definite(7, n=4)),
     "spectral, group": (lambda A: pmaf.spectral(A, "sqrt", k=2), definite(7, n=20)),
     "Gram": (lambda X: pmaf.ied(Gram(X)).vectors, tall(m=30, n=6)),

@@ -16,6 +16,7 @@ from pmaf.operators.embedded import Embedded
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
+from pmaf.runtime.saved import restored, save
 from pmaf.solution import Backward
 from pmaf.solvers import Solver
 
@@ -57,12 +58,13 @@ class _Triplets(torch.autograd.Function):
         ctx.A, ctx.largest, ctx.solver = A, largest, solver
         ctx.set_materialize_grads(False)
         found = left.clone(), values.clone(), right.clone()
-        ctx.save_for_backward(left, values, right, scale)
+        save(ctx, left, values, right, scale, *tensors)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *found, scale = ctx.saved_tensors
+        kept, _ = restored(ctx)
+        (*found, scale), tensors = kept[:4], kept[4:]
         needs = ctx.needs_input_grad[7:]
         none = (None,) * 7
         if not any(needs) or all(x is None for x in grads):
@@ -90,7 +92,7 @@ class _Triplets(torch.autograd.Function):
                 Backward(),
                 needs,
             )
-        return *none, *first_order(gradients)
+        return *none, *first_order(gradients, (*grads, *tensors))
 
 
 def _first(rows: Tensor) -> Tensor:
