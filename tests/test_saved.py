@@ -272,7 +272,7 @@ ZERO = torch._efficientzerotensor
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, C64, torch.complex128])
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5, 5), (2, 20, 20), (300, 300)])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5, 5), (2, 20, 20), (130, 130), (300, 300)])
 def test_zeros_without_memory_are_zeros(shape, dtype):
     """Autograd makes such tensors, of which the address is zero."""
     thin, zeros = ZERO(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
