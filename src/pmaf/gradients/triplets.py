@@ -30,6 +30,7 @@ from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import unknown
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, nearest, pair_basis
+from pmaf.runtime.constant import constant
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
@@ -247,7 +248,9 @@ def triplet_newton(
         u, v = halves(y, m)
         within = u @ A @ v.mT
         rest = _times(y, A) - only_linked(0.5 * (within + within.mT)) @ y
-        u, v = halves(y + system.linear_solve(rest, border, (fixed,), state), m)
+        moved = system.linear_solve(rest, border, (fixed,), state)
+        # Its value is rounding, divided by gaps. Only its derivatives are multiplied below.
+        u, v = halves(y + (moved - constant(moved)), m)
         # Newton's step towards orthonormal rows, whose error is the square of the last step.
         u, v = (1.5 * x - 0.5 * only_linked(x @ x.mT) @ x for x in (u, v))
         return torch.cat([u, v], -1)

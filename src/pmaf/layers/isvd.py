@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from pmaf import errors
+from pmaf.autograd.span import again_of_triplets, warn_of_triplets
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
@@ -26,6 +27,7 @@ from pmaf.operators import Operator, as_operator
 from pmaf.operators.transposed import Transposed
 from pmaf.problem import as_solution
 from pmaf.runtime import ranks
+from pmaf.runtime.modes import forward_mode, transforms_around
 from pmaf.solution import Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
@@ -69,7 +71,8 @@ class _PrincipalTriplets(PrincipalSingularVectors):
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         conditions: Any = TripletConditions(given, self.largest, self.single)
-        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
+        found = given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
+        return again_of_triplets(found, given.state.shift)
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
@@ -173,6 +176,8 @@ def _directly(
     problem = kind(A, None, copies * given.width, given.largest)
     found = problem.run(solver or _AUTO, _IMPLICIT, report=False)
     rows, values = found.value[..., ::copies, :], found.multiplier[..., ::copies]
+    if given.width > 1 and forward_mode(A) and transforms_around(A) > 1:
+        warn_of_triplets(values)
     if given.flipped:
         rows, values = rows.flip(-2), values.flip(-1)
     left, right = halves(rows, A.shape[-2])
