@@ -39,6 +39,7 @@ from pmaf.gradients.eigenvectors import (
 from pmaf.layers.eigenvectors import (
     Eigenpairs,
     PrincipalEigenvectors,
+    look_at_symmetry,
     solve_commonly,
     unposed,
 )
@@ -423,6 +424,7 @@ def small_pair(A: Tensor, M: Any, k: int | None, largest: bool) -> Eigenpairs | 
     compiled = square and is_reduced(A, k or 1) and native.takes_eigenvectors(M)
     if not (compiled and plain(A) and plain(M)) or forward_mode(A, M):
         return None
+    look_at_symmetry(A)
     recorded = torch.is_grad_enabled() and (A.requires_grad or M.requires_grad)
     found, kept = native.largest_of_pair(A.detach(), M.detach(), k, largest, recorded)
     values, vectors, failed = found

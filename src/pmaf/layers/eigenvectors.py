@@ -27,8 +27,10 @@ from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
 from pmaf.operators.base import Operator
+from pmaf.operators.matrix import Matrix
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
+from pmaf.runtime.caller import warn
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.runtime.ranks import whole
@@ -38,6 +40,35 @@ from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import Decomposition, Kept, Nothing, Tridiagonal
+
+# The forms of the matrices that have been looked at, which is not done twice.
+_LOOKED: set[tuple[torch.Size, torch.dtype]] = set()
+
+
+def look_at_symmetry(A: Tensor) -> None:
+    """Warn if a matrix of a new form is clearly not symmetric, because its symmetric part is used.
+
+    To look takes as long as to solve for a small matrix, so that the first of each shape and dtype
+    stands for the others. A matrix that rounding has made asymmetric is not clearly so.
+    """
+    if not plain(A) or (A.shape, A.dtype) in _LOOKED or 0 in A.stride() or not A.numel():
+        return
+    if len(_LOOKED) < _FORMS:
+        _LOOKED.add((A.shape, A.dtype))
+    with torch.no_grad():
+        off, size = torch.linalg.matrix_norm(torch.stack([A - A.mH, A])).unbind()
+        clear = off > torch.finfo(A.dtype).eps ** 0.25 * size
+        if bool(clear.any()):
+            share = float((off / torch.where(size > 0, size, 1))[clear].max())
+            warn(
+                f"A is not symmetric: ‖A − Aᴴ‖ is {share:.1e} of ‖A‖. With symmetric=True, the "
+                "default, eigenvectors of its symmetric part are found; pass 0.5 * (A + A.mH) if "
+                "that is wanted, or symmetric=False for the dominant eigenvector of A itself",
+                UserWarning,
+            )
+
+
+_FORMS = 4096
 
 
 class Eigenpairs(NamedTuple):
@@ -151,6 +182,10 @@ class PrincipalEigenvectors(Problem):
                 "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
                 "ordered by modulus, and the smallest is the dominant one of the inverse"
             )
+        # What the library poses itself, it has made symmetric, or looked at before.
+        given = type(self) is PrincipalEigenvectors and self.symmetric
+        if given and isinstance(A, (Tensor, Matrix)):
+            look_at_symmetry(A if isinstance(A, Tensor) else A.A)
         if self.M is not None:
             self._require_metric()
         if isinstance(self.reference, (int, str)):

@@ -17,6 +17,7 @@ from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
     Eigenpairs,
     PrincipalEigenvectors,
+    look_at_symmetry,
     requested_first,
     solve_commonly,
     unposed,
@@ -47,6 +48,9 @@ def _small(A: Tensor, k: int | None, largest: bool) -> Eigenpairs | None:
     problem = _reduced(A.shape, A.dtype, k, largest)
     if problem is None or not A.is_cpu or A.layout is not _STRIDED:
         return None
+    if not problem.looked:
+        problem.looked = True
+        look_at_symmetry(A)
     recorded = A.requires_grad and torch.is_grad_enabled()
     reduction = None
     if recorded and problem.kept is not None:
@@ -80,12 +84,12 @@ class _Planned:
     It has what the backward pass asks a problem for.
     """
 
-    __slots__ = ("gradients", "kept", "plan", "reverse", "way")
+    __slots__ = ("gradients", "kept", "looked", "plan", "reverse", "way")
 
     def __init__(self, way: str, problem: Any, shape: torch.Size, dtype: torch.dtype) -> None:
         k, largest = problem.k, problem.largest
         numbers = native.reduction_numbers(shape[-1], dtype, k)
-        self.way = way
+        self.way, self.looked = way, False
         self.plan = native.forward_plan(shape, dtype, k, largest)
         self.reverse = native.backward_plan(shape, dtype, k or 1, k or 1, largest)
         # The shape of what is kept of the forward pass, None if it is nothing.
