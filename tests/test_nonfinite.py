@@ -153,6 +153,25 @@ def test_one_class_of_errors(name, dtype, kind):
     assert isinstance(caught.value, pmaf.NonFiniteError)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, T, torch.complex128])
+@pytest.mark.parametrize("n", [2, 4, 20, 90])
+def test_one_infinite_entry_of_a_metric(n, dtype):
+    """It leaves a Cholesky factor, and its row would drop out of the pair without a word."""
+    A, M = symmetric(3, n, n, dtype=dtype), torch.eye(n, dtype=dtype).repeat(3, 1, 1)
+    M[1, -1, -1] = torch.inf
+    diagonal = Diagonal(M.diagonal(dim1=-2, dim2=-1).real.to(dtype))
+    for call in (
+        lambda: pmaf.ied(A, M=M),
+        lambda: pmaf.ied(A[1], 2, M=M[1], largest=False),
+        lambda: pmaf.ied(A, M=M, reference=0),
+        lambda: pmaf.ied(A, M=diagonal),
+        lambda: pmaf.less(A, A[..., 0], M=M),
+        lambda: pmaf.less(A, A[..., 0], radius=M[:, -1, -1].real),
+    ):
+        with pytest.raises(pmaf.NonFiniteError):
+            call()
+
+
 def test_what_cannot_be_reported_is_said():
     A = symmetric(4, 4)
     with pytest.raises(ValueError, match='must be "raise" or "report"'):

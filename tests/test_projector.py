@@ -214,3 +214,47 @@ def test_second_derivatives_of_a_pair(k):
         return pmaf.ied(A + A.mT, k, M=M + M.mT).projector()
 
     assert gradgradcheck(density, (A, M))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(4, 4), (6, 4)], ids=str)
+@pytest.mark.parametrize("gap", GAPS)
+def test_derivatives_of_the_product_of_both_sides(gap, shape):
+    """As of a projector, those of `UVᵀ` have no gaps inside; a warning names what is exact."""
+    m, n = shape
+    U, V = (torch.linalg.qr(randn(x, n, seed=x))[0] for x in shape)
+    A = (U * torch.tensor([3 + gap, 3.0, 1.0, 0.5], dtype=T)) @ V.mT
+    D, G = randn(m, n, seed=5), randn(m, n, seed=6)
+
+    def product(A):
+        left, _, right = pmaf.isvd(A, 2)
+        return left @ right.mT
+
+    def exact(A):
+        above = torch.cat([A.new_zeros(m, m), A], -1)
+        J = torch.cat([above, torch.cat([A.mT, A.new_zeros(n, n)], -1)], -2)
+        return 2 * pmaf.spectral(J, "one", k=2)[:m, m:]
+
+    def all_of(function):
+        def loss(A):
+            return (function(A) * G).sum()
+
+        _, forward = torch.func.jvp(function, (A,), (D,))
+        leaf = A.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        yield forward
+        yield torch.autograd.grad((first * D).sum(), leaf)[0]
+        yield torch.func.jvp(torch.func.grad(loss), (A,), (D,))[1]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", pmaf.ConvergenceWarning)
+        found = [*all_of(product)]
+    eps, size = torch.finfo(T).eps, gap / 3
+    told = {str(x.message).partition("; ")[2] for x in caught}
+    close = merge_tolerance(T) < size < eps ** (1 / 4)
+    assert {'pmaf.spectral(J, "one", k)' in x for x in told} == ({True} if close else set())
+    assert all(x.filename == __file__ for x in caught)
+    first, *second = (float((x - y).norm() / y.norm()) for x, y in zip(found, all_of(exact)))
+    assert first <= 100 * eps * (1 + 1 / size if size else 1)
+    if not close and not 0 < size < merge_tolerance(T):
+        assert max(second) <= 1000 * eps * (1 + 1 / size**3 if size else 1)

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import pmaf
 from pmaf import native
-from pmaf.operators import Gram
+from pmaf.operators import Gram, Matrix
 from tests.quadratic import SphereQuadratic
 
 
@@ -86,7 +86,16 @@ CALLS = {
     ),
     "nullspace": (pmaf.nullspace, tall(7, m=8, n=4)),
     "nullspace, wide": (lambda A: pmaf.nullspace(A, 5), tall(7, m=9, n=4).mT.contiguous()),
+    "nullspace, float64": (lambda A: pmaf.nullspace(A, 2), tall(7, m=8, n=4, dtype=F64)),
+    "nullspace, weights": (
+        lambda A, w: pmaf.nullspace(A, weights=w),
+        tall(7, m=8, n=4, dtype=F64),
+        random(7, 8, dtype=F64).exp(),
+    ),
     "isvd": (lambda A: pmaf.isvd(A, 2).left, tall(7, m=8, n=4)),
+    "isvd, float64": (lambda A: pmaf.isvd(A, 2).left, tall(7, m=8, n=4, dtype=F64)),
+    "isvd, complex": (lambda A: pmaf.isvd(A, 2).left, tall(7, m=8, n=4, dtype=torch.complex128)),
+    "isvd, operator": (lambda A: pmaf.isvd(Matrix(A), 2).left, tall(7, m=8, n=4, dtype=F64)),
     "spectral": (lambda A: pmaf.spectral(A, "sqrt"), definite(7, n=4)),
     "spectral, group": (lambda A: pmaf.spectral(A, "sqrt", k=2), definite(7, n=20)),
     "Gram": (lambda X: pmaf.ied(Gram(X)).vectors, tall(m=30, n=6)),
@@ -271,7 +280,7 @@ ZERO = torch._efficientzerotensor
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, C64, torch.complex128])
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5, 5), (2, 20, 20), (300, 300)])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5, 5), (2, 20, 20), (130, 130), (300, 300)])
 def test_zeros_without_memory_are_zeros(shape, dtype):
     """Autograd makes such tensors, of which the address is zero."""
     thin, zeros = ZERO(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)

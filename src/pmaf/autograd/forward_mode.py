@@ -3,18 +3,22 @@
 An opaque solve has no tangents. So Newton steps on the optimality conditions follow, with the
 linear system of the solution. They start at the root, so that they do not change the solution, but
 they carry its derivatives, each step one order more: four steps are exact up to fourth derivatives,
-in any mix of modes. They are plain torch operations.
+in any mix of modes. They are plain torch operations. No more steps are taken than there are
+derivatives, where that is known: each of them divides rounding errors of the last one by the gaps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from pmaf.autograd.attach import solve_opaquely
 from pmaf.gradients import Gradient, Implicit
+from pmaf.runtime.constant import constant
+from pmaf.runtime.modes import transforms_around, unwrapped
 from pmaf.solvers import Outcome, Solver
 
 STEPS = 4
@@ -38,7 +42,7 @@ def forward(
     found = solve_opaquely(fixed, init, solver, report, throw)
     step = problem.newton(fixed, found, solve_opaquely)
     u = found.value
-    for _ in range(STEPS):
+    for _ in range(_steps(problem.tensors)):
         moved = step(u)
         # The value stays the one that was found: where eigenvalues nearly repeat, a step magnifies
         # its rounding errors, and the next one those of the first.
@@ -46,26 +50,8 @@ def forward(
     return found._replace(value=u, multiplier=problem.multiplier_at(u))
 
 
-def constant(x: Tensor) -> Tensor:
-    """A copy without derivatives of any kind, under any transform."""
-    return _Constant.apply(x)  # pyright: ignore[reportReturnType]
-
-
-class _Constant(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        return None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
-        return None
+def _steps(tensors: Sequence[Tensor]) -> int:
+    """How many steps carry all derivatives that may be asked for."""
+    if is_compiling() or any(unwrapped(x).requires_grad for x in tensors):
+        return STEPS  # how often something outside differentiates is not known
+    return min(STEPS, max(transforms_around(x) for x in tensors))

@@ -10,6 +10,7 @@ orthonormal vectors. Of a pair with `VᴴMV = I`, the matrix in the middle is `B
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,34 +77,51 @@ class _Span(torch.autograd.Function):
                 inside = _inside(V, found) + _inside(V, found - _inside(V, found))
                 inside = torch.where(_are_orthonormal(V), inside, 0)
             found = found - inside
-            return _Again.apply(found, values), None  # pyright: ignore[reportReturnType]
+            return _Again.apply(found, values, _warn_of_close), None  # pyright: ignore[reportReturnType]
 
 
 class _Again(torch.autograd.Function):
     """A gradient that warns when it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, values: Tensor, warning: Any) -> Tensor:
+        ctx.warning = warning
         save(ctx, values)
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ((values,), _) = restored(ctx)
-        _warn_of_close(values)
-        return grads[0], None
+        ctx.warning(values)
+        return grads[0], None, None
+
+
+def warn_of_triplets(values: Tensor) -> None:
+    """The same for second derivatives of singular triplets, and of functions of their spans."""
+    least = _closest(values, 1 / 4)
+    if least is not None:
+        eps = torch.finfo(values.dtype).eps
+        warn(
+            f"requested singular values differ by {least:.0e} of the largest, so that second "
+            "derivatives of their vectors, and of UVᵀ, have relative errors of up to "
+            f"{eps / least**3:.0e}; with J = [[0, A], [Aᵀ, 0]], the upper right block of "
+            '2·pmaf.spectral(J, "one", k) is UVᵀ, and exact',
+            ConvergenceWarning,
+        )
+
+
+def again_of_triplets(gradients: Sequence[Tensor | None], values: Tensor) -> tuple[Any, ...]:
+    """Gradients of singular triplets that warn when they are differentiated again."""
+    if not (torch.is_grad_enabled() and values.shape[-1] > 1 and plain(values)):
+        return (*gradients,)
+    return tuple(x if x is None else _Again.apply(x, values, warn_of_triplets) for x in gradients)
 
 
 def _warn_of_close(values: Tensor) -> None:
     """Warn of derivatives beyond the first gradient where eigenvalues nearly repeat."""
-    numbers = unwrapped(values).detach()
-    if is_compiling() or type(numbers) is not Tensor or numbers.is_meta:
-        return  # there is nothing to look at
-    away = (numbers.unsqueeze(-1) - numbers.unsqueeze(-2)).abs()
-    size, eps = numbers.abs().amax(-1)[..., None, None], torch.finfo(numbers.dtype).eps
-    close = (away > merge_tolerance(numbers.dtype) * size) & (away < eps ** (1 / 3) * size)
-    if bool(close.any()):
-        least = float((away / size)[close].min())
+    least = _closest(values, 1 / 3)
+    if least is not None:
+        eps = torch.finfo(values.dtype).eps
         warn(
             f"eigenvalues inside the group differ by {least:.0e} of the largest, so that forward "
             "mode and second derivatives of projector() have relative errors of up to "
@@ -111,3 +129,14 @@ def _warn_of_close(values: Tensor) -> None:
             'pmaf.spectral(A, "one", k) is exact there',
             ConvergenceWarning,
         )
+
+
+def _closest(values: Tensor, power: float) -> float | None:
+    """The least difference that is not rounding, relative to the largest value, if it is small."""
+    numbers = unwrapped(values).detach()
+    if is_compiling() or type(numbers) is not Tensor or numbers.is_meta:
+        return None  # there is nothing to look at
+    away = (numbers.unsqueeze(-1) - numbers.unsqueeze(-2)).abs()
+    size, eps = numbers.abs().amax(-1)[..., None, None], torch.finfo(numbers.dtype).eps
+    close = (away > merge_tolerance(numbers.dtype) * size) & (away < eps**power * size)
+    return float((away / size)[close].min()) if bool(close.any()) else None

@@ -12,6 +12,7 @@ from pmaf import native
 from pmaf.autograd.node import attach_solved
 from pmaf.executors.base import Common, Executor, records
 from pmaf.linalg.decompositions import cholesky
+from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.tangent.kept import NOTHING, Kept, Tridiagonal
@@ -25,7 +26,7 @@ class CompiledEigenvectors(Executor):
             problem, ("A",), "ied: complex reduction" if dtype.is_complex else "ied: reduction"
         )
         k, largest = problem.k, problem.largest
-        self.columns, self.common = k is not None, common
+        self.columns, self.common, self.looked = k is not None, common, False
         self.plan = native.forward_plan(shape, dtype, k, largest)
         self.reverse = native.backward_plan(shape, dtype, k or 1, k or 1, largest)
         numbers = native.reduction_numbers(shape[-1], dtype, k)
@@ -42,6 +43,9 @@ class CompiledEigenvectors(Executor):
 
     def solve(self, tensors: Tensors) -> Found | None:
         A = tensors["A"]
+        if not self.looked:
+            self.looked = True
+            look_at_symmetry(A)
         recorded = A.requires_grad and torch.is_grad_enabled()
         numbers = None
         if recorded and self.size is not None:
@@ -104,7 +108,7 @@ class CompiledPairs(CompiledEigenvectors):
 
     def __init__(self, problem: Any, shape: torch.Size, dtype: torch.dtype, common: Common) -> None:
         Executor.__init__(self, problem, ("A", "M"), "pairs: compiled")
-        self.columns, self.common = problem.k is not None, common
+        self.columns, self.common, self.looked = problem.k is not None, common, False
 
     @property
     def words(self) -> str:
@@ -115,6 +119,9 @@ class CompiledPairs(CompiledEigenvectors):
 
     def solve(self, tensors: Tensors) -> Found | None:
         A, M, problem = tensors["A"], tensors["M"], self.problem
+        if not self.looked:
+            self.looked = True
+            look_at_symmetry(A)
         recorded = records(A, M)
         fixed = A.detach(), M.detach()
         found, kept = native.largest_of_pair(*fixed, problem.k, problem.largest, recorded)

@@ -26,7 +26,7 @@ from torch import Tensor
 from pmaf import native
 from pmaf.gradients.base import Reverse
 from pmaf.linalg.products import norm
-from pmaf.linalg.singular import accuracy, rooted, singular_basis, weighted, weighted_gram
+from pmaf.linalg.singular import accuracy, nearest, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
@@ -48,7 +48,7 @@ class SingularSystem:
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
         if self.single and compiled:
             return self.compiled(v, y, tensors, state.shift)
-        return self._in_basis(v, state.shift, *singular_basis(*tensors))
+        return self._decomposed(v, state.shift, tensors)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         if state.shift.shape[-1] == 1:
@@ -66,6 +66,11 @@ class SingularSystem:
         # The gradients of −Σ wᵀAᵀWAz, whose sum is over rows.
         found = pulled(-w, z, tensors, [True] * len(tensors))
         return found, w @ z.mT
+
+    def _decomposed(self, v: Tensor, shift: Tensor, tensors: Tensors) -> Tensor:
+        rows, values = singular_basis(*tensors)
+        # Hooks on saved tensors may have left the shifts fewer digits than tell values apart.
+        return self._in_basis(v, nearest(shift, values), rows, values)
 
     def _in_basis(self, v: Tensor, shift: Tensor, rows: Tensor, values: Tensor) -> Tensor:
         rise = _rise(shift, values)
@@ -106,7 +111,7 @@ class SingularSystem:
                 x.expand(*batch, *x.shape[x.dim() - own :])[failed]
                 for x, own in zip(tensors, (2, 1))
             )
-            z[failed] = self._in_basis(v[failed], shift[failed], *singular_basis(*some))
+            z[failed] = self._decomposed(v[failed], shift[failed], some)
         return z
 
     def _equal(self, first: Tensor, second: Tensor, top: Tensor) -> Tensor:

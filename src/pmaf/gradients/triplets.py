@@ -29,7 +29,8 @@ from pmaf import native
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.eigenvectors import unknown
 from pmaf.linalg.products import norm
-from pmaf.linalg.singular import accuracy, pair_basis
+from pmaf.linalg.singular import accuracy, nearest, pair_basis
+from pmaf.runtime.constant import constant
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
@@ -92,8 +93,9 @@ class _PairSystem:
         compiled = A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A)
         if self.single and compiled and not isinstance(kept, SingularBasis):
             return clear(self._compiled(A, v, y, state.shift))
-        basis = kept if isinstance(kept, SingularBasis) else pair_basis(A)
-        return clear(self._in_basis(A, v, state.shift, *basis))
+        if isinstance(kept, SingularBasis):
+            return clear(self._in_basis(A, v, state.shift, *kept))
+        return clear(self._decomposed(A, v, state.shift))
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         values = state.shift
@@ -112,6 +114,11 @@ class _PairSystem:
         self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         return (pulled(-w, z, tensors[0]),), w @ z.mT
+
+    def _decomposed(self, A: Tensor, g: Tensor, shift: Tensor) -> Tensor:
+        rows, values = pair_basis(A)
+        # Hooks on saved tensors may have left the shifts fewer digits than tell values apart.
+        return self._in_basis(A, g, nearest(shift, values), rows, values)
 
     def _in_basis(
         self, A: Tensor, g: Tensor, shift: Tensor, rows: Tensor, values: Tensor
@@ -170,7 +177,7 @@ class _PairSystem:
         if bool(failed.any()):
             took("tangent: decomposition")
             some = A[failed]
-            z[failed] = self._in_basis(some, g[failed], shift[failed], *pair_basis(some))
+            z[failed] = self._decomposed(some, g[failed], shift[failed])
         return z
 
     def _equal(self, first: Tensor, second: Tensor, top: Tensor) -> Tensor:
@@ -241,7 +248,9 @@ def triplet_newton(
         u, v = halves(y, m)
         within = u @ A @ v.mT
         rest = _times(y, A) - only_linked(0.5 * (within + within.mT)) @ y
-        u, v = halves(y + system.linear_solve(rest, border, (fixed,), state), m)
+        moved = system.linear_solve(rest, border, (fixed,), state)
+        # Its value is rounding, divided by gaps. Only its derivatives are multiplied below.
+        u, v = halves(y + (moved - constant(moved)), m)
         # Newton's step towards orthonormal rows, whose error is the square of the last step.
         u, v = (1.5 * x - 0.5 * only_linked(x @ x.mT) @ x for x in (u, v))
         return torch.cat([u, v], -1)

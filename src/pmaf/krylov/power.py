@@ -108,6 +108,8 @@ def dominant_of_sum(A: Tensor, tolerance: float) -> Dominant | None:
     """
     n = A.shape[-1]
     matrix = A + A.mT
+    if matrix._is_zerotensor():
+        matrix = matrix.clone()  # zeros of autograd have no memory to write into
     size = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     matrix.div_(size)
 

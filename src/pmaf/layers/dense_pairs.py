@@ -96,8 +96,10 @@ class PairedEigenvectors(Pair):
         times faster than triangular solves. Its errors are about cond(T) roundings.
         """
         lower, info = cholesky(symmetric_part(M))
-        if checked and bool(info.any()):
-            refuse_metric(M, info != 0)
+        # An infinite entry of the diagonal leaves a factor, whose inverse is zero there.
+        bad = (info != 0) | ~lower.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+        if checked and bool(bad.any()):
+            refuse_metric(M, bad)
         eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(lower)
         return Root(torch.linalg.solve_triangular(lower, eye, upper=False), False)
 
@@ -309,7 +311,7 @@ class DiagonalPair(PairedEigenvectors):
         return self.changed(**parts)  # M is a vector here, which the checks would refuse
 
     def root(self, M: Tensor, checked: bool = False) -> Root:
-        bad = ~(M > 0).all(-1)
+        bad = ~((M > 0) & M.isfinite()).all(-1)
         if checked and bool(bad.any()):
             refuse_metric(M, bad)
         return Root(M.rsqrt(), True)

@@ -25,7 +25,9 @@ from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
+from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.operators.base import Operator
+from pmaf.operators.matrix import Matrix
 from pmaf.problem import Problem, in_dtype
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
@@ -150,6 +152,10 @@ class PrincipalEigenvectors(Problem):
                 "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
                 "ordered by modulus, and the smallest is the dominant one of the inverse"
             )
+        # What the library poses itself, it has made symmetric, or looked at before.
+        given = type(self) is PrincipalEigenvectors and self.symmetric
+        if given and isinstance(A, (Tensor, Matrix)):
+            look_at_symmetry(A if isinstance(A, Tensor) else A.A)
         if self.M is not None:
             self._require_metric()
         if isinstance(self.reference, (int, str)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors
+from pmaf.autograd.span import again_of_triplets, warn_of_triplets
 from pmaf.executors import singular as executors
 from pmaf.gradients import Implicit
 from pmaf.gradients.base import Reverse
@@ -33,6 +34,7 @@ from pmaf.reductions.end import End, Sign
 from pmaf.reductions.precision import Precision
 from pmaf.reductions.wide import Wide
 from pmaf.runtime import ranks
+from pmaf.runtime.modes import forward_mode, transforms_around
 from pmaf.solution import Solution
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
@@ -76,7 +78,8 @@ class _PrincipalTriplets(PrincipalSingularVectors):
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         conditions: Any = TripletConditions(given, self.largest, self.single)
-        return given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
+        found = given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
+        return again_of_triplets(found, given.state.shift)
 
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
@@ -213,6 +216,8 @@ def _directly(
     problem = kind(A, None, copies * given.width, given.largest)
     found = problem.run(solver or _AUTO, _IMPLICIT, report=False)
     rows, values = found.value[..., ::copies, :], found.multiplier[..., ::copies]
+    if given.width > 1 and forward_mode(A) and transforms_around(A) > 1:
+        warn_of_triplets(values)
     if given.flipped:
         rows, values = rows.flip(-2), values.flip(-1)
     left, right = halves(rows, A.shape[-2])

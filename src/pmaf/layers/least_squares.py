@@ -363,7 +363,8 @@ def require_radius(radius: float | Tensor, A: Any) -> float | Tensor:
         bad = ~((radius > 0) & torch.isfinite(radius))
         if bad.any():
             first = float(radius.detach()[bad].reshape(-1)[0])
-            raise ValueError(
+            finite = bool(radius.isfinite().all())
+            raise (ValueError if finite else errors.NonFiniteError)(
                 f"radius must be positive and finite; got {first}"
                 + f" in {int(bad.sum())} of {bad.numel()} entries" * bool(bad.dim())
                 + "; use radius.exp() or softplus of a parameter to keep it positive"

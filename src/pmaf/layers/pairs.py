@@ -94,11 +94,11 @@ class _Change:
     def __init__(self, M: Tensor | Diagonal) -> None:
         self.dims = 1 if isinstance(M, Diagonal) else 2
         if isinstance(M, Diagonal):
-            self.root, bad = M.d.sqrt(), ~(M.d > 0)
+            self.root, bad = M.d.sqrt(), ~((M.d > 0) & M.d.isfinite())
             M, bad = M.d, bad.any(-1)
         else:
             self.root, info = cholesky(symmetric_part(M))
-            bad = info != 0
+            bad = (info != 0) | ~self.root.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
         if plain(bad) and bool(bad.any()):
             refuse_metric(M, bad)
 

@@ -7,7 +7,6 @@ the span of the vectors a small decomposition of their images `AV` gives the tri
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,10 @@ from pmaf.operators import Operator
 from pmaf.operators.rows import Rows
 from pmaf.operators.transposed import Transposed
 from pmaf.runtime import ranks
+from pmaf.runtime.caller import warn
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
+from pmaf.solution import PAGE
 from pmaf.solvers import Auto, Solver
 from pmaf.tangent.residuals import WORTH
 
@@ -125,12 +126,11 @@ def _announce(seen: Rows, found: _Triplets, scale: Tensor) -> None:
     bad = ((error > WORTH * sizes) & (error > SETTLED * torch.finfo(dtype).eps)).any(-1)
     if seen.agreed(~bad):
         return
-    warnings.warn(
+    warn(
         f"singular values of {int(bad.sum())} of {bad.numel()} batch entries are too small for a "
         f"search by products in {dtype}: they are known up to {float(error[bad].max()):.1e}‖A‖, "
-        "and their vectors are not; pass A as a dense tensor, or use float64",
+        f"and their vectors are not; pass A as a dense tensor, or use float64 ({PAGE})",
         ConvergenceWarning,
-        stacklevel=2,
     )
 
 

@@ -42,6 +42,12 @@ def pair_basis(A: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([left.mT, right.conj()], -1), values
 
 
+def nearest(found: Tensor, values: Tensor) -> Tensor:
+    """Those of the singular values `(*, p)` that are nearest to `found`, `(*, k)`."""
+    index = (found.unsqueeze(-1) - values.unsqueeze(-2)).abs().argmin(-1)
+    return values.expand(*index.shape[:-1], -1).gather(-1, index)
+
+
 def padded(values: Tensor, n: int) -> Tensor:
     """Singular values, with zeros for those that a wide matrix does not have."""
     missing = n - values.shape[-1]
