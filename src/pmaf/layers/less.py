@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pmaf import errors, native
 from pmaf.autograd.attach import attach_found
+from pmaf.autograd.posed import FoundPosed
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.least_squares import SphereLeastSquares
 from pmaf.operators import Diagonal
@@ -17,7 +18,7 @@ from pmaf.operators.base import Operator
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import forward_mode, plain
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import are_reduced_columns
+from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
 from pmaf.tangent.kept import Exact
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
@@ -65,6 +66,119 @@ def _is_reduced(A: torch.Size, b: torch.Size, dtype: torch.dtype, other_dtype: t
     return alike and native.available and dtype == torch.float32 and are_reduced_columns(*A[-2:])
 
 
+def _with_options(
+    A: Tensor,
+    b: Tensor,
+    radius: float | Tensor,
+    ball: bool,
+    M: Tensor | Diagonal | None,
+    weights: Tensor | None,
+) -> Tensor | None:
+    """The same for calls with options, in float64, or with complex numbers.
+
+    Here, too, None stands for the common path, which also explains what is wrong with an argument.
+    """
+    if type(ball) is not bool:  # a cache would take one for True
+        return None
+    resized, diagonal = isinstance(radius, Tensor), isinstance(M, Diagonal)
+    length = 1.0 if isinstance(radius, Tensor) else float(radius)
+    tensors: Any = A, b, weights, radius if resized else None, M.d if diagonal else M  # pyright: ignore
+    given = [x for x in tensors if x is not None]
+    if not all(isinstance(x, Tensor) and plain(x) for x in given) or forward_mode(*given):
+        return None
+    if not all(x.is_cpu and x.layout is _STRIDED for x in given):
+        return None
+    errors.refuse_trace()  # the sizes in such a trace are in no cache
+    forms = (None if x is None else (x.shape, x.dtype) for x in tensors)
+    plan = _plan(diagonal, ball, length, *forms)
+    if plan is None:
+        return None
+    batch = A.shape[:-2]
+    whole = [
+        x
+        if x is None or x.shape[: x.dim() - dims] == batch
+        else x.expand(*batch, *x.shape[x.dim() - dims :])
+        for x, dims in zip(tensors, (2, 1, 1, 0, 1 if diagonal else 2))
+    ]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    found = native.solve_posed(plan, *(None if x is None else x.detach() for x in whole))
+    if found is None:
+        return None
+    took("less: eigenvectors, compiled" if plan.squares else "less: singular vectors, compiled")
+    if not recorded:
+        return found[0]
+    again = functools.partial(_solved, length, ball, diagonal)
+    return FoundPosed.apply(found, plan, again, *whole)
+
+
+_Form = tuple[torch.Size, torch.dtype] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    diagonal: bool,
+    ball: bool,
+    length: float,
+    A: _Form,
+    b: _Form,
+    weights: _Form,
+    radius: _Form,
+    M: _Form,
+) -> native.Posed | None:
+    """How compiled kernels solve calls with tensors of these shapes; None if they do not."""
+    assert A is not None
+    assert b is not None
+    shape, dtype = A
+    if len(shape) < 2 or 0 in shape or b != (shape[:-1], dtype) or dtype not in _DTYPES:
+        return None
+    *batch, m, n = shape
+    real = dtype.to_real() if dtype.is_complex else dtype
+    wanted = (weights, (m,), real), (radius, (), real), (M, (n,) if diagonal else (n, n), dtype)
+    for form, own, kind in wanted:
+        if form is None:
+            continue
+        size, given = form
+        ahead = len(size) - len(own)
+        if given != kind or size[max(ahead, 0) :] != own or not _fits(size[: max(ahead, 0)], batch):
+            return None
+    plain_sphere = weights is radius is M is None and not ball
+    info = torch.finfo(dtype)
+    if not info.tiny <= length <= info.max:
+        return None
+    if not are_decomposed(shape, dtype, plain_sphere):
+        return None
+    metric = 0 if M is None else 1 if diagonal else 2
+    steps = SECULAR.max_iterations, SECULAR.refinements
+    weighted = weights is not None
+    return native.posed_plan(shape, dtype, weighted, metric, ball, float(length), steps)
+
+
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _fits(ahead: torch.Size, batch: list[int]) -> bool:
+    """Whether a batch shape expands to another."""
+    padded = (1,) * (len(batch) - len(ahead)) + tuple(ahead)
+    return len(padded) == len(batch) and all(x in (1, y) for x, y in zip(padded, batch))
+
+
+def _solved(
+    length: float,
+    ball: bool,
+    diagonal: bool,
+    A: Tensor,
+    b: Tensor,
+    weights: Tensor | None,
+    radius: Tensor | None,
+    M: Any,
+    init: Tensor,
+) -> Tensor:
+    """The same by the common path, from a start."""
+    metric = Diagonal(M) if diagonal else M
+    problem = SphereLeastSquares(A, b, length if radius is None else radius, ball, metric, weights)
+    return problem.run(_AUTO, _IMPLICIT, init=init, report=False, throw=False).value
+
+
 def less(
     A: Tensor | Operator,
     b: Tensor,
@@ -110,16 +224,16 @@ def less(
     if (
         (solver is None or solver == _AUTO)
         and (gradient is None or gradient == _IMPLICIT)
-        and type(radius) in (int, float)
-        and radius == 1
-        and not ball
-        and M is None
-        and weights is None
         and init is None
         and isinstance(A, Tensor)
         and isinstance(b, Tensor)
+        and (isinstance(radius, Tensor) or type(radius) in (int, float))
     ):
-        found = _small(A, b)
+        found = None
+        if ball is False and M is None and weights is None and type(radius) is not Tensor:
+            found = _small(A, b) if radius == 1 else None
+        if found is None and native.available:
+            found = _with_options(A, b, radius, ball, M, weights)
         if found is not None:
             return found
     problem = SphereLeastSquares(A, b, radius, ball, M, weights)
