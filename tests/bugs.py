@@ -834,13 +834,6 @@ PAIRS = [
         "test_native_basis.py::test_gradients_are_central_differences",
     ),
     Bug(
-        "kernels around a decomposition: data of float64 are squared",
-        "native/__init__.py",
-        "    squares = real == torch.float32\n",
-        "    squares = True\n",
-        "test_native_basis.py::test_the_ways_that_are_taken",
-    ),
-    Bug(
         "kernels around a decomposition: a matrix for all problems is that of each",
         "native/__init__.py",
         "    shared = matrices != count or rows.dim() == 2\n",

@@ -140,7 +140,7 @@ def test_a_radius_for_each_problem_with_one_matrix(caplog):
     rho = torch.logspace(-2, 1, 9, dtype=T)
     with caplog.at_level(logging.DEBUG, logger="pmaf"):
         found = pmaf.solve(pmaf.SphereLeastSquares(A, b, rho, ball=True))
-    way = "singular vectors, compiled" if native.available else "constrained, singular vectors"
+    way = "decomposition, compiled" if native.available else "constrained, singular vectors"
     assert [x.getMessage() for x in caplog.records] == [f"less: {way}"]
     least = torch.linalg.lstsq(A, b.unsqueeze(-1)).solution.squeeze(-1)
     for u, mu, radius in zip(found.value, found.multiplier, rho):
@@ -195,7 +195,7 @@ def test_the_ways_that_are_taken(caplog):
         caplog.clear()
         with caplog.at_level(logging.DEBUG, logger="pmaf"):
             pmaf.less(A.to(dtype), b.to(dtype), ball=True)
-        way = f"{way}, compiled" if native.available else f"constrained, {way}"
+        way = "decomposition, compiled" if native.available else f"constrained, {way}"
         assert [x.getMessage() for x in caplog.records] == [f"less: {way}"]
 
 

@@ -104,7 +104,7 @@ def _with_options(
     found = native.solve_posed(plan, *(None if x is None else x.detach() for x in whole))
     if found is None:
         return None
-    took("less: eigenvectors, compiled" if plan.squares else "less: singular vectors, compiled")
+    took("less: decomposition, compiled")
     if not recorded:
         return found[0]
     again = functools.partial(_solved, length, ball, diagonal)

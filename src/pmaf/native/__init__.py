@@ -32,9 +32,9 @@ _FUNCTIONS = {
     "pmaf_backward": 12,
     "pmaf_less_forward": 7,
     "pmaf_less_backward": 9,
-    "pmaf_unit_forward": 15,
+    "pmaf_unit_forward": 14,
     "pmaf_unit_backward": 16,
-    "pmaf_posed_forward": 12,
+    "pmaf_posed_forward": 11,
     "pmaf_posed_backward": 8,
 }
 # Then sizes and options, which many calls have in common: the types of these fields.
@@ -44,7 +44,7 @@ _LESS_SIZES = struct.Struct("liiP").pack
 _LESS_BACKWARD_SIZES = struct.Struct("lii").pack
 _UNIT_SIZES = struct.Struct("liiiiiiid").pack
 _UNIT_BACKWARD_SIZES = struct.Struct("liiiii").pack
-_POSED_SIZES = struct.Struct("liiiiiiiiidd").pack
+_POSED_SIZES = struct.Struct("liiiiiiiidd").pack
 _POSED_BACKWARD_SIZES = struct.Struct("liiiiii").pack
 
 
@@ -514,8 +514,7 @@ class Posed(NamedTuple):
     ]  # numbers of A, b, weights, radius, and M or its diagonal
     u: tuple[int, ...]
     kept: tuple[int, ...]
-    matrix: tuple[int, ...]  # what is decomposed
-    squares: bool
+    square: tuple[int, ...] | None  # of what LAPACK decomposes, if it does
 
 
 @functools.lru_cache(maxsize=1024)
@@ -537,8 +536,6 @@ def posed_plan(
     real = dtype if dtype in _REAL else dtype.to_real()
     rows, columns = (2 * m, 2 * n) if kind >= 2 else (m, n)
     p = min(rows, columns)
-    # Squares of numbers of float32 keep all digits in double precision.
-    squares = real == torch.float32
     form = (0, 2, 1)[metric]
     backward = _POSED_BACKWARD_SIZES(count, m, n, kind, weighted, form, ball)
     pack = _POSED_BACKWARD[1]
@@ -552,7 +549,6 @@ def posed_plan(
             weighted,
             form,
             ball,
-            squares,
             *steps,
             length,
             torch.finfo(real).eps,
@@ -564,8 +560,7 @@ def posed_plan(
         (count * m * n, count * m, count * m, count, count * n**metric),
         (*batch, n),
         (*batch, numbers),
-        (*batch, p, p) if squares else (*batch, rows, columns),
-        squares,
+        (*batch, p, p) if p > _ROTATED else None,
     )
 
 
@@ -582,28 +577,32 @@ def solve_posed(plan: Posed, *tensors: Tensor | None) -> tuple[Tensor, Tensor] |
     )
     A: Any = tensors[0]
     kept = A.new_empty(plan.kept, dtype=torch.float64)
-    matrix = A.new_empty(plan.matrix, dtype=torch.float64)
     given = (*map(_address, tensors), kept.data_ptr())
-    where = *given, matrix.data_ptr(), 0, 0, 0, 0
-    if _call(_POSED_FORWARD, where, plan.forward, A, plan.problems) is not None:
-        return None
-    parts = decomposed(matrix, plan.squares)
+    parts = none = (0, 0)
+    values = vectors = None
+    if plan.square is not None:
+        square = A.new_empty(plan.square, dtype=torch.float64)
+        where = *given, square.data_ptr(), *none, 0
+        if _call(_POSED_FORWARD, where, plan.forward, A, plan.problems) is not None:
+            return None
+        values, vectors = _decomposed(square)
+        parts = values.data_ptr(), vectors.data_ptr()
     u = A.new_empty(plan.u)
-    where = *given, 0, *map(_address, parts), u.data_ptr()
+    where = *given, 0, *parts, u.data_ptr()
     if _call(_POSED_FORWARD, where, plan.forward, A, plan.problems) is not None:
         return None
     return u, kept
 
 
-def decomposed(matrix: Tensor, squares: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, vectors and left vectors by LAPACK, in the order that kernels read them in."""
+# Up to this many rows or columns, rotations that begin with the identity are faster than LAPACK.
+_ROTATED = 4
+
+
+def _decomposed(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and vectors of symmetric matrices by LAPACK, in the order that kernels read them in."""
+    values, vectors = eigh(square)
     # LAPACK stores matrices by columns, so that the transposes are in one piece.
-    if squares:
-        values, vectors = eigh(matrix)
-        return values, _given(vectors.mT, torch.float64, vectors.numel()), None
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    left, right = (_given(x.mT, torch.float64, x.numel()) for x in (left, right))
-    return values, right, left
+    return values, _given(vectors.mT, torch.float64, vectors.numel())
 
 
 def posed_gradients(
@@ -666,23 +665,23 @@ def solve_unit(
     """The minimiser of `½‖Au − b‖²` with `‖u‖ = 1`, or `‖u‖ ≤ 1`; None if there is none.
 
     `A` is `(*, m, n)`, or `(m, n)` for all `b`, which are `(*, m)`. `eps` is the rounding of the
-    data: if it is that of float32, `AᵀA` has all digits of `A`. With `rooted`, multiplier and gap
-    are those of the secular equation, so that a small gap has its digits.
+    data. With `rooted`, multiplier and gap are those of the secular equation, so that a small gap
+    has its digits.
     """
     wide, (*batch, m), n = torch.float64, b.shape, A.shape[-1]
     count, p = math.prod(batch), min(m, n)
     shared = A.dim() == 2
     A, b = _given(A, wide, A.numel()), _given(b, wide, count * m)
     start = None if start is None else _given(start.expand(*batch, n), wide, count * n)
-    squares = eps > torch.finfo(wide).eps
-    matrix = A if not squares else A.mT @ A if m >= n else A @ A.mT
-    values, vectors, left = decomposed(matrix, squares)
+    values = vectors = None
+    if p > _ROTATED:
+        values, vectors = _decomposed(A.mT @ A if m >= n else A @ A.mT)
     each, matrices = (*batch,), A.shape[:-2]
-    u, rows, spread = A.new_empty(*batch, n), A.new_empty(*matrices, p, n), values.clone()
+    u, rows, spread = (A.new_empty(x) for x in ((*batch, n), (*matrices, p, n), (*matrices, p)))
     multiplier, residual, gap = A.new_empty(3, *each).unbind()
     counts = torch.empty(each, dtype=torch.int64)
     converged = torch.empty(each, dtype=torch.bool)
-    addresses = A, b, start, values, vectors, left, u, multiplier, residual, gap, rows, spread
+    addresses = A, b, start, values, vectors, u, multiplier, residual, gap, rows, spread
     where = *map(_address, addresses), counts.data_ptr(), converged.data_ptr()
     sizes = _UNIT_SIZES(count, m, n, shared, ball, rooted, *steps, eps)
     if _call(_UNIT_FORWARD, where, sizes, b.unsqueeze(-1), count) is not None:

@@ -94,12 +94,14 @@ def solve_compiled(
         return None
     if A.shape[:-2] not in (b.shape[:-1], ()) or not b.numel():
         return None
+    if A.shape[:-2] != b.shape[:-1] and b.shape[:-1].numel() > _SHARED:
+        return None
     eps = torch.finfo(torch.float32 if single else A.dtype).eps
     steps = solver.max_iterations, solver.refinements
     found = native.solve_unit(A.detach(), b.detach(), init, ball, rooted, eps, steps)
     if found is None:
         return None
-    took("less: eigenvectors, compiled" if single else "less: singular vectors, compiled")
+    took("less: decomposition, compiled")
     u, multiplier, residual, gap, rows, spread, counts, converged = found
     return Outcome(u, multiplier, residual, gap, counts, converged, Basis(rows, spread))
 
@@ -148,6 +150,10 @@ def _refined(
         residual = torch.where(better, trial_residual, residual)
     return u, multiplier, residual
 
+
+# The most problems with one matrix that kernels solve one by one. Beyond, a product of torch with all their
+# vectors at a time is faster.
+_SHARED = 256
 
 # The decomposition has most digits, so that a second step corrects what rounding left of the first.
 _ROUNDS = 2

@@ -76,7 +76,7 @@ struct LeastSquaresBackward {
 struct UnitForward {
   const double *A, *b;              // (batch, m, n), or (m, n) if it is shared; (batch, m)
   const double *start;              // (batch, n), or null
-  const double *values, *vectors, *left;  // see `Decomposition` in basis.hpp; of each matrix
+  const double *values, *vectors;   // see `Squares` in basis.hpp; of each matrix
   double *u, *multiplier, *residual, *gap;  // (batch, n), (batch)
   double *rows, *spread;            // (batch, p, n), (batch, p), or of the one matrix
   int64_t *steps;                   // (batch)
@@ -102,17 +102,18 @@ struct UnitBackward {
 };
 
 // Least squares on a sphere or an ellipsoid, or in it, of `kind`, as users pose them. A first call reads
-// the problems and writes what is to be decomposed, a second one solves them.
+// the problems and writes the squares that LAPACK decomposes, a second one solves them; without squares one
+// call does both.
 struct PosedForward {
   const void *A, *b, *weights, *radius, *metric;  // metric is (batch, n, n), or its diagonal (batch, n)
   double *kept;                     // (batch, posed_numbers), for the backward pass
-  double *matrix;                   // of the first call: matrices, or their smaller squares
-  const double *values, *vectors, *left;  // of the second call
+  double *square;                   // of a first call, (batch, p, p), or null
+  const double *values, *vectors;   // of a second call, or null
   void *u;                          // (batch, n)
   uint8_t *failed;
   long threads;
   long batch;
-  int m, n, kind, weighted, metric_form, ball, squares, limit, refinements;
+  int m, n, kind, weighted, metric_form, ball, limit, refinements;
   double length;                    // the radius, if it is a number
   double eps;
 };

@@ -470,62 +470,141 @@ class Differential {
   Vector inside, r, moved, image, z, s, right, rest, step;
 };
 
-// The numbers of a decomposition by LAPACK, in the order of memory of torch's results.
-struct Decomposition {
-  const double *values;   // (p), ascending squares, or descending singular values
-  const double *vectors;  // of squares: (p, p), eigenvectors of AᵀA or AAᵀ; else (n, p), right vectors
-  const double *left;     // (p, m), left vectors; null for squares
+// Eigenvalues of `AᵀA` or `AAᵀ`, whichever is smaller, in ascending order, and eigenvectors as rows (p, p);
+// both are null if LAPACK was not asked.
+struct Squares {
+  const double *values, *vectors;
 };
 
-// The spectrum and the coefficients of Aᵀb: `promoted_spectrum` and `singular_spectrum` in
-// `linalg/gram.py`. `rows` (p, n), `spread` and `c` (p) are written.
+// The spectrum of AᵀA and the coefficients of Aᵀb, as in `linalg/gram.py`.
+//
+// Squares of numbers that float32 holds have all their digits. Squares of other numbers do not, so that the
+// eigenvectors are where Jacobi's rotations begin, which make the images `Avᵢ` orthogonal: these have the
+// digits of A itself. Where the squares are well conditioned no rotation is needed.
 class Decomposer {
  public:
-  Decomposer(int m, int n) : s(std::min(m, n)), g(n) {}
+  Decomposer(int m, int n)
+      : p(std::min(m, n)), q(std::max(m, n)), images((long)p * q), turned((long)p * p), s(p),
+        squares(p), g(n), order(p) {}
 
-  double spectrum(const Matrix &A, const double *b, const Decomposition &given, double eps,
-                  double *rows, double *spread, double *c) {
-    const int m = A.m, n = A.n, p = std::min(m, n);
-    const bool tall = m >= n;
-    const double equal = EQUAL * eps;
+  // Writes `rows` (p, n), `spread` and `c` (p), and returns the smallest eigenvalue.
+  double spectrum(const Matrix &A, const double *b, const Squares &given, double eps, double *rows,
+                  double *spread, double *c) {
+    const bool tall = A.m >= A.n, exact = given.values && eps > EPS;
+    if (exact) take(A, b, given, EQUAL * eps, rows, c);
+    else rotate(A, b, given.vectors, EQUAL * eps, rows, c);
+    const double low = tall ? s[0] : 0, lowest = tall ? squares[0] : 0, top = s[p - 1];
+    for (int i = 0; i < p; ++i) {
+      const bool merged = tall && !(s[i] - low > EQUAL * eps * top);
+      spread[i] = merged ? 0 : exact ? squares[i] - lowest : (s[i] - low) * (s[i] + low);
+    }
+    return lowest;
+  }
+
+ private:
+  // Singular values that are rounding mean zero, and so do their squares.
+  void clear(double tolerance) {
     for (int i = 0; i < p; ++i)
-      s[i] = given.left ? given.values[p - 1 - i] : std::sqrt(std::max(given.values[i], 0.0));
-    const double top = s[p - 1];
-    for (int i = 0; i < p; ++i)
-      if (!(s[i] > equal * top)) s[i] = 0;
-    if (given.left) {
-      for (int i = 0; i < p; ++i) {
-        const int from = p - 1 - i;
-        const bool absent = !tall && s[i] == 0;
-        for (int j = 0; j < n; ++j)
-          rows[(long)i * n + j] = absent ? 0 : given.vectors[(long)j * p + from];
-        c[i] = s[i] * dot(given.left + (long)from * m, b, m);
-      }
-    } else if (tall) {
+      if (!(s[i] > tolerance * s[p - 1])) s[i] = squares[i] = 0;
+  }
+
+  void take(const Matrix &A, const double *b, const Squares &given, double tolerance, double *rows,
+            double *c) {
+    const int m = A.m, n = A.n;
+    for (int i = 0; i < p; ++i) {
+      squares[i] = given.values[i];
+      s[i] = std::sqrt(std::max(squares[i], 0.0));
+    }
+    clear(tolerance);
+    if (m >= n) {
       A.transposed_times(b, g.data());
       std::copy(given.vectors, given.vectors + (long)p * n, rows);
       // Aᵀb has no part along a singular vector whose singular value is zero.
       for (int i = 0; i < p; ++i) c[i] = s[i] > 0 ? dot(rows + (long)i * n, g.data(), n) : 0;
-    } else {
-      for (int i = 0; i < p; ++i) {
-        const Matrix left{given.vectors + (long)i * p, 1, m};
-        A.transposed_times(left.at, rows + (long)i * n);
-        scale(rows + (long)i * n, s[i] > 0 ? 1 / s[i] : 0, n);
-        c[i] = s[i] * dot(left.at, b, m);
-      }
+      return;
     }
-    const double low = tall ? s[0] : 0;
-    const auto square = [&](int i) { return s[i] > 0 ? given.left ? s[i] * s[i] : given.values[i] : 0; };
     for (int i = 0; i < p; ++i) {
-      if (!tall) spread[i] = square(i);
-      else if (!(s[i] - low > equal * top)) spread[i] = 0;
-      else spread[i] = given.left ? (s[i] - low) * (s[i] + low) : square(i) - square(0);
+      const double *left = given.vectors + (long)i * p;
+      A.transposed_times(left, rows + (long)i * n);
+      scale(rows + (long)i * n, s[i] > 0 ? 1 / s[i] : 0, n);
+      c[i] = s[i] * dot(left, b, m);
     }
-    return tall ? square(0) : 0;
   }
 
- private:
-  Vector s, g;
+  void rotate(const Matrix &A, const double *b, const double *vectors, double tolerance, double *rows,
+              double *c) {
+    const int n = A.n;
+    const bool tall = A.m >= n;
+    if (vectors) std::copy(vectors, vectors + (long)p * p, turned.begin());
+    for (int i = 0; i < p; ++i) {
+      if (!vectors)
+        for (int j = 0; j < p; ++j) turned[(long)i * p + j] = i == j;
+      if (tall) A.times(turn(i), image(i));
+      else A.transposed_times(turn(i), image(i));
+    }
+    make_orthogonal();
+    for (int i = 0; i < p; ++i) order[i] = i;
+    std::sort(order.begin(), order.end(), [&](int i, int j) { return squares[i] < squares[j]; });
+    for (int i = 0; i < p; ++i) s[i] = std::sqrt(squares[order[i]]);
+    for (int i = 0; i < p; ++i) squares[i] = s[i] * s[i];
+    clear(tolerance);
+    for (int i = 0; i < p; ++i) {
+      const int k = order[i];
+      double *row = rows + (long)i * n;
+      if (tall) {
+        std::copy(turn(k), turn(k) + n, row);
+        c[i] = s[i] > 0 ? dot(image(k), b, A.m) : 0;
+      } else {
+        std::copy(image(k), image(k) + n, row);
+        scale(row, s[i] > 0 ? 1 / s[i] : 0, n);
+        c[i] = s[i] * dot(turn(k), b, A.m);
+      }
+    }
+  }
+
+  // One-sided rotations of Jacobi, which converge quadratically.
+  void make_orthogonal() {
+    const double rounding = EPS * std::sqrt((double)q);
+    for (int sweep = 0; sweep < SWEEPS; ++sweep) {
+      double top = 0;
+      for (int i = 0; i < p; ++i) {
+        squares[i] = dot(image(i), image(i), q);
+        top = std::max(top, squares[i]);
+      }
+      bool rotated = false;
+      for (int i = 0; i < p; ++i)
+        for (int j = i + 1; j < p; ++j) {
+          const double product = dot(image(i), image(j), q), size = std::fabs(product);
+          if (size <= rounding * std::sqrt(squares[i] * squares[j]) || size <= EPS * EPS * top) continue;
+          const double cot = (squares[j] - squares[i]) / (2 * product);
+          const double tangent =
+              (cot < 0 ? -1 : 1) / (std::fabs(cot) + std::sqrt(1 + cot * cot));
+          const double cosine = 1 / std::sqrt(1 + tangent * tangent), sine = cosine * tangent;
+          turn_pair(image(i), image(j), q, cosine, sine);
+          turn_pair(turn(i), turn(j), p, cosine, sine);
+          squares[i] -= tangent * product;
+          squares[j] += tangent * product;
+          rotated = true;
+        }
+      if (!rotated) return;
+    }
+    for (int i = 0; i < p; ++i) squares[i] = dot(image(i), image(i), q);
+  }
+  static void turn_pair(double *x, double *y, int n, double cosine, double sine) {
+    for (int i = 0; i < n; ++i) {
+      const double before = x[i];
+      x[i] = cosine * before - sine * y[i];
+      y[i] = sine * before + cosine * y[i];
+    }
+  }
+  double *image(int i) { return images.data() + (long)i * q; }
+  double *turn(int i) { return turned.data() + (long)i * p; }
+
+  static constexpr int SWEEPS = 30;  // six are many
+
+  const int p, q;
+  Vector images, turned, s, squares, g;
+  std::vector<int> order;
 };
 
 // Problems in the units of the solver, as `solvers/exact.py` has them.
@@ -565,8 +644,8 @@ inline long solve_units(const UnitForward &q, int threads) {
       const long k = q.shared ? 0 : i;  // which matrix
       const Matrix A{q.A + k * m * n, m, n};
       const double *b = q.b + i * m;
-      const Decomposition given{q.values + k * p, q.vectors + k * p * (q.left ? n : p),
-                                q.left ? q.left + k * p * m : nullptr};
+      const Squares given{q.values ? q.values + k * p : nullptr,
+                          q.vectors ? q.vectors + k * p * p : nullptr};
       const double floor =
           decomposer.spectrum(A, b, given, q.eps, rows.data(), spread.data(), c.data());
       const Spectrum spectrum{{rows.data(), p, n}, spread.data(), floor};

@@ -189,11 +189,9 @@ struct Scaled {
   }
 };
 
-// The matrix itself, or its smaller square, for a decomposition by LAPACK.
-inline void write_matrix(const Matrix &A, bool square, double *to) {
-  if (!square) {
-    std::copy(A.at, A.at + (long)A.m * A.n, to);
-  } else if (A.m >= A.n) {
+// The smaller square of a matrix, for LAPACK.
+inline void write_square(const Matrix &A, double *to) {
+  if (A.m >= A.n) {
     std::fill(to, to + (long)A.n * A.n, 0.0);
     for (int r = 0; r < A.m; ++r)
       for (int i = 0; i < A.n; ++i) basis::add(to + (long)i * A.n, A.row(r)[i], A.row(r), A.n);
@@ -206,28 +204,24 @@ inline void write_matrix(const Matrix &A, bool square, double *to) {
 template <class F> inline long solve(const PosedForward &q, int threads) {
   const Sizes s(q);
   const int m = s.m, n = s.n, p = s.p;
-  const bool squares = q.left == nullptr, reading = q.matrix != nullptr;
+  const bool sphere = !q.ball && !s.weighted && s.metric == SPHERE && !q.radius;
   return basis::in_pieces(q.batch, basis::cost_of(m, n), threads, [&](long first, long last) {
     basis::Solver solver(m, n, p);
     basis::Decomposer decomposer(m, n);
     Scaled scaled(s);
     Vector c(p), u(n);
-    const bool sphere = !q.ball && !s.weighted && s.metric == SPHERE && !q.radius;
     const basis::Options options{q.ball != 0, sphere, q.eps, q.limit, q.refinements};
     long failed = 0;
     for (long i = first; i < last; ++i) {
       const Kept kept(q.kept + i * Kept::numbers(s), s);
-      bool good = true;
-      if (reading) {
-        const long numbers = q.squares ? (long)p * p : (long)m * n;
-        good = read<F>(q, i, s, kept);
-        scaled.take(kept, s);
-        if (good) write_matrix(scaled.A, q.squares != 0, q.matrix + i * numbers);
-        else std::fill(q.matrix + i * numbers, q.matrix + (i + 1) * numbers, 0.0);
-      } else {
-        scaled.take(kept, s);
-        const basis::Decomposition given{q.values + i * p, q.vectors + i * p * (squares ? p : n),
-                                         squares ? nullptr : q.left + i * p * m};
+      double *square = q.square ? q.square + i * p * p : nullptr;
+      bool good = q.values || read<F>(q, i, s, kept);
+      if (good) scaled.take(kept, s);
+      if (square && good) write_square(scaled.A, square);
+      else if (square) std::fill(square, square + (long)p * p, 0.0);
+      if (!square && good) {
+        const basis::Squares given{q.values ? q.values + i * p : nullptr,
+                                   q.vectors ? q.vectors + i * p * p : nullptr};
         const double floor = decomposer.spectrum(scaled.A, scaled.b, given, q.eps, kept.rows,
                                                  kept.spread, c.data());
         const basis::Spectrum spectrum{{kept.rows, p, n}, kept.spread, floor};
