@@ -502,11 +502,10 @@ class TestShortCallOfLeastSquares:
         [
             lambda A, b: (A[0], b),  # one matrix for many b
             lambda A, b: (A, b[0]),
-            lambda A, b: (A.double(), b.double()),
             lambda A, b: (A.to_sparse(), b),
             lambda A, b: (A[:0], b[:0]),
         ],
-        ids=["shared A", "shared b", "float64", "sparse", "no entries"],
+        ids=["shared A", "shared b", "sparse", "no entries"],
     )
     def test_other_calls_take_the_common_path(self, change, common):
         A, b = change(*self.problem(3))

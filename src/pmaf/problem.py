@@ -91,6 +91,8 @@ class Problem(Named):
     degree: ClassVar[int | None] = None
     # Whether `force` and `curvature` are compared at a solution; those of the library need not be.
     compared: ClassVar[bool] = True
+    # Whether forward mode takes as many steps as there are derivatives, and no more.
+    few_steps: ClassVar[bool] = False
     # Whether the matrix is symmetric; solvers with `always_converges` converge if it is.
     symmetric = True
     # Classes that solve some of these problems in another way, and which; see `case`.

@@ -3,8 +3,8 @@
 An opaque solve has no tangents. So Newton steps on the optimality conditions follow, with the
 linear system of the solution. They start at the root, so that they do not change the solution, but
 they carry its derivatives, each step one order more: four steps are exact up to fourth derivatives,
-in any mix of modes. They are plain torch operations. No more steps are taken than there are
-derivatives, where that is known: each of them divides rounding errors of the last one by the gaps.
+in any mix of modes. They are plain torch operations. A step of triplets divides rounding errors of
+the last one by gaps: no more of them are taken than there are derivatives, if that is known.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forward(
     found = solve_opaquely(fixed, init, solver, report, throw)
     step = problem.newton(fixed, found, solve_opaquely)
     u = found.value
-    for _ in range(_steps(problem.tensors)):
+    for _ in range(_steps(problem.tensors) if problem.few_steps else STEPS):
         moved = step(u)
         # The value stays the one that was found: where eigenvalues nearly repeat, a step magnifies
         # its rounding errors, and the next one those of the first.

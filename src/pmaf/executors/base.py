@@ -89,14 +89,14 @@ class Executor:
             if compiled.failed is None:
                 return compiled.tensors
         state = State(multiplier, multiplier.new_full(tensors[0].shape[:-2], math.nan), kept)
-        given = Reverse(tensors, y, state, _IMPLICIT, v, d_multiplier, needs)
+        given = Reverse(tensors, y, state, IMPLICIT, v, d_multiplier, needs)
         if compiled is not None:
             return completed(self.problem, given, compiled)
         with full_precision(y.device):
             return self.problem.gradients(given)
 
 
-_IMPLICIT = Implicit()
+IMPLICIT = Implicit()
 
 
 def records(*tensors: Tensor) -> bool:

@@ -1,17 +1,20 @@
-"""Small least squares on the unit sphere by compiled kernels."""
+"""Small least squares by compiled kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pmaf import native
-from pmaf.autograd.node import attach_solved
-from pmaf.executors.base import Executor, records
+from pmaf.autograd.eager import may_compile
+from pmaf.autograd.node import Saved, attach_solved
+from pmaf.executors.base import IMPLICIT, Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
+from pmaf.solvers.auto import AUTO
 from pmaf.tangent.kept import Exact, Kept
 
 
@@ -64,3 +67,83 @@ class CompiledLeastSquares(Executor):
         took("tangent: compiled")
         A, b = tensors
         return native.least_squares_gradient(A, b, y, v, *kept, needs)
+
+
+class DecomposedLeastSquares(Executor):
+    """Least squares with options: a decomposition, and compiled kernels around it.
+
+    Units and coordinates belong to the kernels, in both passes.
+
+    Args:
+        problem: makes the problem of tensors in the order of `_SLOTS`; it is solved again for
+            whatever is not a first derivative.
+    """
+
+    def __init__(self, problem: Callable[..., Any], plan: native.Posed, dims: int) -> None:
+        super().__init__(problem, _SLOTS, "less: decomposition, compiled")
+        self.plan, self.dims = plan, (2, 1, 1, 0, dims)
+
+    @property
+    def words(self) -> str:
+        return (
+            "Secular(): a decomposition, and compiled kernels for the secular equation; the "
+            "eigenbasis is kept; backward: compiled kernels"
+        )
+
+    def solve(self, tensors: Tensors) -> Found | None:
+        batch = tensors["A"].shape[:-2]
+        whole = []
+        for name, dims in zip(_SLOTS, self.dims):
+            x = tensors[name] if isinstance(tensors[name], Tensor) else None
+            if x is not None and x.shape[: x.dim() - dims] != batch:
+                x = x.expand(*batch, *x.shape[x.dim() - dims :])
+            whole.append(x)
+        found = native.solve_posed(self.plan, *(None if x is None else x.detach() for x in whole))
+        if found is None:
+            return None
+        took(self.way)
+        u, kept = found
+        if not records(*(x for x in whole if x is not None)):
+            return (u,)
+        return attach_solved(self, (u,), (kept,), *whole)
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The derivative of the node, whose one output is the minimiser."""
+        tensors, (y,), (kept,), same = saved
+        (v,) = grads
+        assert v is not None
+        if may_compile(v, None):
+            if not same:
+                given = (None if x is None else x.detach() for x in tensors)
+                again = native.solve_posed(self.plan, *given)
+                kept = None if again is None else again[1]
+            if kept is not None:
+                took("tangent: compiled")
+                found = native.posed_gradients(self.plan, kept, v, tensors, needs)
+                if found is not None:
+                    return found
+        took("tangent: common path")
+        return self._solved_again(tensors, y, v, needs)
+
+    def _solved_again(
+        self, tensors: Sequence[Tensor | None], y: Tensor, v: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of a common solve, which are differentiable if this is recorded."""
+        recorded = torch.is_grad_enabled()
+        if not recorded:
+            tensors = [
+                None if x is None else x.detach().requires_grad_(need)
+                for x, need in zip(tensors, needs)
+            ]
+        with torch.enable_grad():
+            posed = self.problem(*tensors)
+            u = posed.run(AUTO, IMPLICIT, init=y.detach(), report=False).value
+            wanted = [x for x, need in zip(tensors, needs) if x is not None and need]
+            found = torch.autograd.grad(u, wanted, v, create_graph=recorded, allow_unused=True)
+        left = iter(found)
+        return [next(left) if need else None for need in needs]
+
+
+_SLOTS = ("A", "b", "weights", "radius", "M")

@@ -12,9 +12,8 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import Executor, records
+from pmaf.executors.base import IMPLICIT, Executor, records
 from pmaf.gradients.base import Reverse
-from pmaf.gradients.implicit import Implicit
 from pmaf.gradients.singular import SingularSystem, pulled
 from pmaf.linalg import sphere
 from pmaf.linalg.products import norm
@@ -227,7 +226,7 @@ class Triplets(Executor):
         state = State(values, values[..., 0], kept)
         y = torch.cat([left, right], -1)
         with full_precision(y.device):
-            return self.problem.gradients(Reverse(tensors, y, state, _IMPLICIT, v, d_values, needs))
+            return self.problem.gradients(Reverse(tensors, y, state, IMPLICIT, v, d_values, needs))
 
     def _of_one(
         self,
@@ -273,6 +272,5 @@ class Triplets(Executor):
         return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2)
 
 
-_IMPLICIT = Implicit()
 # Of a smaller singular value, relative to the norm, `Av/σ` has too few digits.
 _SMALL = 1e-3

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf import native
 from pmaf.gradients.base import Reverse
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import singular_spectrum
 from pmaf.linalg.products import broadcast, matvec, outer_sum, rmatvec
 from pmaf.linalg.roundings import merge_tolerance
+from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.kept import Basis
 from pmaf.tangent.kkt import Point, Tensors, kkt_solve
@@ -174,6 +176,9 @@ def decomposed(A: Tensor, multiplier: Tensor) -> tuple[Basis, Tensor]:
 
 def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors:
     """Gradients of the two tensors, given those of the solution and of its multiplier."""
+    compiled = _compiled(layout, ball, given)
+    if compiled is not None:
+        return compiled
     first, second = given.tensors
     tensors = first, second
     y, v, d_multiplier = given.y, given.v, given.d_multiplier
@@ -211,3 +216,51 @@ def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors
     inner = kkt_solve(layout, image, none, y, multiplier, tensors, point).z
     also = layout.pullback([(null, inner)], [(-null, y)], tensors)
     return gathered[0] + also[0], gathered[1] + also[1]
+
+
+def _compiled(layout: Layout, ball: bool, given: Reverse) -> Tensors | None:
+    """The same by compiled kernels, once; None where they are not used, or fail."""
+    first, second = given.tensors
+    A, M, b, weights, radius = layout.split(first, second)
+    metric = 0 if M is None else 1 if _is_diagonal(M) else 2
+    found = compiled_gradients(A, b, weights, ball, metric, given)
+    if found is None:
+        return None
+    dA, dM, db, dw, nu = found
+    assert nu is not None
+    dM = dM.unsqueeze(-2) if dM is not None and metric == 1 else dM
+    parts = Parts(dA, dM, db, dw, nu if radius is None else nu * radius)  # pyright: ignore
+    return layout.gathered(parts, (first, second))
+
+
+def compiled_gradients(
+    A: Tensor, b: Tensor, weights: Tensor | None, ball: bool, metric: int, given: Reverse
+) -> native.UnitGradients | None:
+    """The gradients of `A`, of `M`, and of all others, each with the batch of the solution.
+
+    None where compiled kernels are not used, or fail.
+    """
+    y, v, d, kept = given.y, given.v, given.d_multiplier, given.state.kept
+    batch = y.shape[:-1]
+    if torch.is_grad_enabled() or not isinstance(kept, Basis):
+        return None
+    if not all(x is None or plain(x) for x in (A, y, v, d)):
+        return None
+    if not native.takes_units(A, b, y, *kept) or kept.rows.shape[:-2] not in (batch, ()):
+        return None
+    took("tangent: compiled")
+    found, failed = native.unit_gradients(
+        A.expand(*batch, *A.shape[-2:]),
+        b.expand(*batch, -1),
+        None if weights is None else weights.expand(*batch, -1),
+        kept,
+        y,
+        given.state.shift,
+        given.state.gap,
+        torch.zeros_like(y) if v is None else v,
+        d,
+        ball,
+        metric,
+        (True, metric > 0, True, weights is not None, True),
+    )
+    return found if failed is None else None

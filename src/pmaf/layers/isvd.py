@@ -63,6 +63,7 @@ class _PrincipalTriplets(PrincipalSingularVectors):
     """
 
     form: ClassVar[type] = Triplets
+    few_steps: ClassVar[bool] = True
 
     @property
     def n(self) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor
 from pmaf import errors, native
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
-from pmaf.gradients.constrained import scaled, times
+from pmaf.gradients.constrained import compiled_gradients, scaled, times
+from pmaf.gradients.implicit import Implicit
 from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import broadcast, dot, matvec, norm, rmatvec
 from pmaf.linalg.roundings import power_of_two, square_range, times_power
@@ -199,6 +200,11 @@ class SphereLeastSquares(Problem):
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         if isinstance(given.state.kept, Exact):
             return self._other_gradients(given)
+        if isinstance(given.rule, Implicit):
+            A, b = given.tensors
+            found = compiled_gradients(A, b, None, False, 0, given)
+            if found is not None:
+                return found.A, found.b
         return super().gradients(given)
 
     def _other_gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.executors.least_squares import CompiledLeastSquares
+from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.least_squares import SphereLeastSquares
 from pmaf.linalg.roundings import HALF
@@ -19,29 +20,58 @@ from pmaf.reductions.base import Reduction, Tensors
 from pmaf.reductions.precision import Precision
 from pmaf.reductions.radius import Radius
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import are_reduced_columns
+from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
 _AUTO, _IMPLICIT = Auto(), Implicit()
 
 
-def way_of_least_squares(tensors: Tensors, ball: bool) -> Recipe | None:
+def way_of_least_squares(tensors: Tensors, ball: bool, diagonal: bool) -> Recipe | None:
     """The recipe for least squares that compiled kernels solve, from tensors without numbers."""
     A, b, radius, M, weights, init = tensors.values()
-    posed = SphereLeastSquares(A, b, radius, ball, M, weights)
+    metric = Diagonal(M) if diagonal else M
+    posed = SphereLeastSquares(A, b, radius, ball, metric, weights)
     if init is not None:
         posed.require_start(init)
-    if not native.available or A.numel() == 0:
+    if not native.available or A.numel() == 0 or A.shape[:-1] != b.shape:
         return None
-    if posed.has_options or A.shape[:-1] != b.shape:
+    dtype = A.dtype
+    steps: list[Reduction] = []
+    if dtype in HALF:
+        steps.append(Precision(dtype, torch.float32))
+        dtype = torch.float32
+    plain = not posed.has_options
+    if plain and dtype == torch.float32 and are_reduced_columns(*A.shape[-2:]):
+        if radius != 1:
+            steps.append(Radius(float(radius)))
+        return Recipe(tuple(steps), CompiledLeastSquares(_UNPOSED))
+    # A start chooses where there are several minimisers, which the kernels do not know of.
+    if init is not None or posed.batch_shape != A.shape[:-2]:
         return None
-    steps: list[Reduction] = [Precision(A.dtype, torch.float32)] if A.dtype in HALF else []
-    if not (steps or A.dtype == torch.float32) or not are_reduced_columns(*A.shape[-2:]):
+    if not are_decomposed(A.shape, dtype, plain):
         return None
-    if radius != 1:
-        steps.append(Radius(float(radius)))
-    return Recipe(tuple(steps), CompiledLeastSquares(_UNPOSED))
+    form = 0 if M is None else 1 if diagonal else 2
+    length = 1.0 if isinstance(radius, Tensor) else float(radius)
+    limits = SECULAR.max_iterations, SECULAR.refinements
+    plan = native.posed_plan(A.shape, dtype, weights is not None, form, ball, length, limits)
+    again = functools.partial(_posed, length, ball, diagonal)
+    return Recipe(tuple(steps), DecomposedLeastSquares(again, plan, 1 if diagonal else 2))
+
+
+def _posed(
+    length: float,
+    ball: bool,
+    diagonal: bool,
+    A: Tensor,
+    b: Tensor,
+    weights: Tensor | None,
+    radius: Tensor | None,
+    M: Any,
+) -> SphereLeastSquares:
+    """The problem of tensors; `length` is the radius if that is a number."""
+    metric = Diagonal(M) if diagonal else M
+    return SphereLeastSquares(A, b, length if radius is None else radius, ball, metric, weights)
 
 
 # The problem of a call without its tensors.
@@ -90,8 +120,10 @@ def less(
     >>> pmaf.less(A, torch.tensor([2.0, 0.0])).detach()
     tensor([1., 0.])
     """
-    given = {"A": A, "b": b, "radius": radius, "M": M, "weights": weights, "init": init}
-    found = solve_shortly(way_of_least_squares, given, (ball,), solver, gradient)
+    diagonal = type(M) is Diagonal
+    metric = M.d if type(M) is Diagonal else M
+    given = {"A": A, "b": b, "radius": radius, "M": metric, "weights": weights, "init": init}
+    found = solve_shortly(way_of_least_squares, given, (ball, diagonal), solver, gradient)
     if found is not None:
         return found[0]
     problem = SphereLeastSquares(A, b, radius, ball, M, weights)

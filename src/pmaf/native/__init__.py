@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 8
+_VERSION = 9
 # Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
 # of `failed`, and the number of threads.
 _FUNCTIONS = {
@@ -31,12 +32,20 @@ _FUNCTIONS = {
     "pmaf_backward": 12,
     "pmaf_less_forward": 7,
     "pmaf_less_backward": 9,
+    "pmaf_unit_forward": 14,
+    "pmaf_unit_backward": 16,
+    "pmaf_posed_forward": 11,
+    "pmaf_posed_backward": 8,
 }
 # Then sizes and options, which many calls have in common: the types of these fields.
 _FORWARD_SIZES = struct.Struct("liiidPddd").pack
 _BACKWARD_SIZES = struct.Struct("liiiidd").pack
 _LESS_SIZES = struct.Struct("liiP").pack
 _LESS_BACKWARD_SIZES = struct.Struct("lii").pack
+_UNIT_SIZES = struct.Struct("liiiiiiid").pack
+_UNIT_BACKWARD_SIZES = struct.Struct("liiiii").pack
+_POSED_SIZES = struct.Struct("liiiiiiiidd").pack
+_POSED_BACKWARD_SIZES = struct.Struct("liiiiii").pack
 
 
 def _load() -> tuple[Any, str]:
@@ -58,8 +67,8 @@ def _load() -> tuple[Any, str]:
     if version != _VERSION:
         return None, f"{path} is of another version of pmaf; install pmaf again"
     library.pmaf_choose.restype = ctypes.c_char_p
-    for name in ("pmaf_reduction_numbers", "pmaf_minimum_numbers", "pmaf_regions"):
-        getattr(library, name).restype = ctypes.c_long
+    for name in ("reduction_numbers", "minimum_numbers", "posed_numbers", "regions"):
+        getattr(library, f"pmaf_{name}").restype = ctypes.c_long
     chosen = library.pmaf_choose(setting.encode()).decode()
     if setting and chosen != setting:
         return None, f"PMAF_NATIVE={setting}, which this processor or this build does not have"
@@ -79,7 +88,16 @@ def forked_early() -> None:
 _library, about = _load()  # `about` is the instruction set, or why there are no kernels
 available = _library is not None
 # Each function, and what packs its addresses.
-_FORWARD, _BACKWARD, _LESS_FORWARD, _LESS_BACKWARD = (
+(
+    _FORWARD,
+    _BACKWARD,
+    _LESS_FORWARD,
+    _LESS_BACKWARD,
+    _UNIT_FORWARD,
+    _UNIT_BACKWARD,
+    _POSED_FORWARD,
+    _POSED_BACKWARD,
+) = (
     (getattr(_library, name, None), struct.Struct(f"{addresses}Pl").pack)
     for name, addresses in _FUNCTIONS.items()
 )
@@ -481,6 +499,240 @@ def least_squares_gradient(
     )
     failed = _call(_LESS_BACKWARD, where, plan.reverse, A, plan.problems)
     return _named(Gradients, ((dA, db), failed))
+
+
+class Posed(NamedTuple):
+    """What of least squares with options follows from shapes and options, for both passes."""
+
+    forward: bytes
+    backward: bytes
+    problems: int
+    dtype: torch.dtype
+    real: torch.dtype  # of weights and radius
+    counts: tuple[
+        int, int, int, int, int
+    ]  # numbers of A, b, weights, radius, and M or its diagonal
+    u: tuple[int, ...]
+    kept: tuple[int, ...]
+    square: tuple[int, ...] | None  # of what LAPACK decomposes, if it does
+
+
+@functools.lru_cache(maxsize=1024)
+def posed_plan(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    weighted: bool,
+    metric: int,
+    ball: bool,
+    length: float,
+    steps: tuple[int, int],
+) -> Posed:
+    """Everything about a call of `solve_posed` that follows from these.
+
+    `metric` is how many dimensions `M` has in one entry: two, one for a diagonal, or zero for none.
+    """
+    *batch, m, n = shape
+    count, kind = math.prod(batch), _KINDS[dtype]
+    real = dtype if dtype in _REAL else dtype.to_real()
+    rows, columns = (2 * m, 2 * n) if kind >= 2 else (m, n)
+    p = min(rows, columns)
+    form = (0, 2, 1)[metric]
+    backward = _POSED_BACKWARD_SIZES(count, m, n, kind, weighted, form, ball)
+    pack = _POSED_BACKWARD[1]
+    numbers = _library.pmaf_posed_numbers(pack(*(0,) * 9) + backward)
+    return Posed(
+        _POSED_SIZES(
+            count,
+            m,
+            n,
+            kind,
+            weighted,
+            form,
+            ball,
+            *steps,
+            length,
+            torch.finfo(real).eps,
+        ),
+        backward,
+        count,
+        dtype,
+        real,
+        (count * m * n, count * m, count * m, count, count * n**metric),
+        (*batch, n),
+        (*batch, numbers),
+        (*batch, p, p) if p > _ROTATED else None,
+    )
+
+
+def solve_posed(plan: Posed, *tensors: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The minimiser of least squares with options, and what the backward pass wants.
+
+    It is None if an entry has numbers that are refused or has not converged. The tensors are `A`,
+    `b`, weights, radius, and `M` or its diagonal; all have the batch dimensions of `A`.
+    """
+    dtypes = plan.dtype, plan.dtype, plan.real, plan.real, plan.dtype
+    tensors = tuple(
+        None if x is None else _given(x, dtype, count)
+        for x, dtype, count in zip(tensors, dtypes, plan.counts)
+    )
+    A: Any = tensors[0]
+    kept = A.new_empty(plan.kept, dtype=torch.float64)
+    given = (*map(_address, tensors), kept.data_ptr())
+    parts = none = (0, 0)
+    values = vectors = None
+    if plan.square is not None:
+        square = A.new_empty(plan.square, dtype=torch.float64)
+        where = *given, square.data_ptr(), *none, 0
+        if _call(_POSED_FORWARD, where, plan.forward, A, plan.problems) is not None:
+            return None
+        values, vectors = _decomposed(square)
+        parts = values.data_ptr(), vectors.data_ptr()
+    u = A.new_empty(plan.u)
+    where = *given, 0, *parts, u.data_ptr()
+    if _call(_POSED_FORWARD, where, plan.forward, A, plan.problems) is not None:
+        return None
+    return u, kept
+
+
+# Up to this many rows or columns, rotations that begin with the identity are faster than LAPACK.
+_ROTATED = 4
+
+
+def _decomposed(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and vectors of symmetric matrices by LAPACK, in the order that kernels read."""
+    values, vectors = eigh(square)
+    # LAPACK stores matrices by columns, so that the transposes are in one piece.
+    return values, _given(vectors.mT, torch.float64, vectors.numel())
+
+
+def posed_gradients(
+    plan: Posed, kept: Tensor, v: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """The gradients of those of the tensors that need one; None if an entry has none."""
+    kept = _held(kept, torch.float64, math.prod(plan.kept))
+    v = _given(v, plan.dtype, math.prod(plan.u))
+    found = [
+        None
+        if x is None or not need
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, need in zip(tensors, needs)
+    ]
+    where = kept.data_ptr(), v.data_ptr(), *map(_address, found)
+    failed = _call(_POSED_BACKWARD, where, plan.backward, v.unsqueeze(-1), plan.problems)
+    return None if failed is not None else found
+
+
+def takes_units(*tensors: Tensor) -> bool:
+    """Whether kernels take these tensors, whose numbers have to be known, as problems in units.
+
+    The first is the matrix, `(*, m, n)`.
+    """
+    m, n = tensors[0].shape[-2:]
+    return (
+        _library is not None
+        and m * n <= UNIT_ENTRIES
+        and all(x.is_cpu and x.dtype == torch.float64 for x in tensors)
+    )
+
+
+# The most entries of a matrix for which kernels, each of which has one thread, are faster around a
+# decomposition than operations of torch, which share each product between all threads.
+UNIT_ENTRIES = 16_384
+
+
+class UnitMinimum(NamedTuple):
+    """The minimisers of problems in the units of a solver; all in double precision."""
+
+    u: Tensor  # (*, n)
+    multiplier: Tensor  # (*,)
+    residual: Tensor  # (*,)
+    gap: Tensor  # (*,)
+    rows: Tensor  # (*, p, n), an eigenbasis of `AᵀA`, without the batch if the matrix is shared
+    spread: Tensor  # (*, p)
+    steps: Tensor  # (*,), int64
+    converged: Tensor  # (*,), bool
+
+
+def solve_unit(
+    A: Tensor,
+    b: Tensor,
+    start: Tensor | None,
+    ball: bool,
+    rooted: bool,
+    eps: float,
+    steps: tuple[int, int],
+) -> UnitMinimum | None:
+    """The minimiser of `½‖Au − b‖²` with `‖u‖ = 1`, or `‖u‖ ≤ 1`; None if there is none.
+
+    `A` is `(*, m, n)`, or `(m, n)` for all `b`, which are `(*, m)`. `eps` is the rounding of the
+    data. With `rooted`, multiplier and gap are those of the secular equation, so that a small gap
+    has its digits.
+    """
+    wide, (*batch, m), n = torch.float64, b.shape, A.shape[-1]
+    count, p = math.prod(batch), min(m, n)
+    shared = A.dim() == 2
+    A, b = _given(A, wide, A.numel()), _given(b, wide, count * m)
+    start = None if start is None else _given(start.expand(*batch, n), wide, count * n)
+    values = vectors = None
+    if p > _ROTATED:
+        values, vectors = _decomposed(A.mT @ A if m >= n else A @ A.mT)
+    each, matrices = (*batch,), A.shape[:-2]
+    u, rows, spread = (A.new_empty(x) for x in ((*batch, n), (*matrices, p, n), (*matrices, p)))
+    multiplier, residual, gap = A.new_empty(3, *each).unbind()
+    counts = torch.empty(each, dtype=torch.int64)
+    converged = torch.empty(each, dtype=torch.bool)
+    addresses = A, b, start, values, vectors, u, multiplier, residual, gap, rows, spread
+    where = *map(_address, addresses), counts.data_ptr(), converged.data_ptr()
+    sizes = _UNIT_SIZES(count, m, n, shared, ball, rooted, *steps, eps)
+    if _call(_UNIT_FORWARD, where, sizes, b.unsqueeze(-1), count) is not None:
+        return None
+    return UnitMinimum(u, multiplier, residual, gap, rows, spread, counts, converged)
+
+
+class UnitGradients(NamedTuple):
+    """The gradients of what a problem in the units of a solver consists of."""
+
+    A: Tensor | None  # (*, m, n)
+    M: Tensor | None  # (*, n, n), or (*, n) of a diagonal
+    b: Tensor | None  # (*, m)
+    weights: Tensor | None  # (*, m)
+    radius: Tensor | None  # (*,)
+
+
+def unit_gradients(
+    A: Tensor,
+    b: Tensor,
+    weights: Tensor | None,
+    basis: tuple[Tensor, Tensor],
+    y: Tensor,
+    multiplier: Tensor,
+    gap: Tensor,
+    v: Tensor,
+    d_multiplier: Tensor | None,
+    ball: bool,
+    metric: int,
+    needs: UnitGradients | tuple[bool, ...],
+) -> tuple[UnitGradients, Tensor | None]:
+    """The gradients that are needed, and where there are none. `metric` is as in `posed_plan`."""
+    wide, (*batch, m), n = torch.float64, b.shape, A.shape[-1]
+    count, p = math.prod(batch), min(m, n)
+    rows, spread = basis
+    matrices = math.prod(rows.shape[:-2])
+    A, b = _given(A, wide, count * m * n), _given(b, wide, count * m)
+    weights = None if weights is None else _given(weights, wide, count * m)
+    rows, spread = _given(rows, wide, matrices * p * n), _given(spread, wide, matrices * p)
+    y, v = _given(y, wide, count * n), _given(v, wide, count * n)
+    multiplier, gap = _given(multiplier, wide, count), _given(gap, wide, count)
+    d = None if d_multiplier is None else _given(d_multiplier, wide, count)
+    shapes = (m, n), (n,) * metric, (m,), (m,), ()
+    found = UnitGradients(
+        *(A.new_empty((*batch, *s)) if need else None for s, need in zip(shapes, needs))
+    )
+    given = A, b, weights, rows, spread, y, multiplier, gap, v, d
+    where = *map(_address, given), *map(_address, found)
+    shared = matrices != count or rows.dim() == 2
+    sizes = _UNIT_BACKWARD_SIZES(count, m, n, shared, ball, metric == 1)
+    return found, _call(_UNIT_BACKWARD, where, sizes, b.unsqueeze(-1), count)
 
 
 def _given(x: Tensor, dtype: torch.dtype, numbers: int, symmetric: bool = False) -> Tensor:

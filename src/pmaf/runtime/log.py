@@ -58,6 +58,7 @@ _WORDS = {
     "ied: reduction": "compiled kernels",
     "less: constrained, eigenvectors": "eigenvectors",
     "less: constrained, singular vectors": "singular vectors",
+    "less: decomposition, compiled": "compiled kernels around a decomposition",
     "less: eigenvectors": "eigenvectors",
     "less: eigenvectors, in float64": "eigenvectors, in float64",
     "less: eigenvectors, rescaled": "eigenvectors, in other units",

@@ -6,6 +6,7 @@ other thresholds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Auto(Solver):
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
 # solve.
-KRYLOV, SECULAR = Krylov(), Secular()
+AUTO, KRYLOV, SECULAR = Auto(), Krylov(), Secular()
 DENSE, _CHOLESKY, _ADAPTIVE, _REDUCTION = Dense(), Cholesky(), Adaptive(), Reduction()
 _SVD = SVD()
 
@@ -77,6 +78,21 @@ def is_reduced_minimum(A: Tensor, batch: torch.Size) -> bool:
 def are_reduced_columns(m: int, n: int) -> bool:
     """The same for matrices of this shape, if there are kernels for them."""
     return min(m, n) <= _REDUCED_COLUMNS
+
+
+def are_decomposed(shape: torch.Size, dtype: torch.dtype, sphere: bool) -> bool:
+    """Whether kernels around a decomposition are the fastest for least squares of this shape.
+
+    `sphere` says that there are no options.
+    """
+    *batch, m, n = shape
+    entries = 4 * m * n if dtype.is_complex else m * n
+    if not native.available or entries > native.UNIT_ENTRIES:
+        return False
+    if not sphere or dtype.is_complex:
+        return True
+    factored = m >= n >= _FACTORED_COLUMNS and math.prod(batch) * n * n >= _FACTORED_ENTRIES
+    return dtype == torch.float64 and not factored
 
 
 def best_least_squares(problem: Any) -> Solver:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf import native
 from pmaf.errors import require_finite
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import Spectrum, promoted_spectrum, singular_spectrum, small_gram
@@ -25,6 +26,7 @@ from pmaf.linalg.roundings import NOISE, SEARCHED, SETTLED
 from pmaf.linalg.secular import secular_root
 from pmaf.operators.rows import Rows
 from pmaf.runtime.log import took
+from pmaf.runtime.modes import plain
 from pmaf.solvers.base import Outcome
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kept import Basis
@@ -43,6 +45,9 @@ def solve_exactly(
         solver: a `Secular`, which limits the steps.
     """
     require_finite(A=(A, 2), b=(b, 1))
+    found = solve_compiled(A, b, init, ball, single, solver)
+    if found is not None:
+        return found
     spectrum, c, eps = _decomposed(A, b, single)
     # The coefficient of a singular vector is its singular value times one of b.
     noise = NOISE * eps * spectrum.floor.sqrt() * norm(b)
@@ -69,6 +74,36 @@ def solve_exactly(
         converged=(free | finished) & (residual <= SETTLED * eps),
         kept=Basis(spectrum.basis, spectrum.spread),
     )
+
+
+def solve_compiled(
+    A: Tensor,
+    b: Tensor,
+    init: Tensor | None,
+    ball: bool,
+    single: bool,
+    solver: Any,
+    rooted: bool = False,
+) -> Outcome | None:
+    """The same by compiled kernels, where they are faster; None where they are not, or fail.
+
+    `b` is `(*, m)` with all batch dimensions of the problem; one matrix may be there for all. With
+    `rooted`, multiplier and gap are those of the secular equation.
+    """
+    if not (plain(A) and plain(b) and native.takes_units(A, b)):
+        return None
+    if A.shape[:-2] not in (b.shape[:-1], ()) or not b.numel():
+        return None
+    if A.shape[:-2] != b.shape[:-1] and b.shape[:-1].numel() > _SHARED:
+        return None
+    eps = torch.finfo(torch.float32 if single else A.dtype).eps
+    steps = solver.max_iterations, solver.refinements
+    found = native.solve_unit(A.detach(), b.detach(), init, ball, rooted, eps, steps)
+    if found is None:
+        return None
+    took("less: decomposition, compiled")
+    u, multiplier, residual, gap, rows, spread, counts, converged = found
+    return Outcome(u, multiplier, residual, gap, counts, converged, Basis(rows, spread))
 
 
 def _refined(
@@ -115,6 +150,10 @@ def _refined(
         residual = torch.where(better, trial_residual, residual)
     return u, multiplier, residual
 
+
+# The most problems with one matrix that kernels solve one by one. Beyond, a product of torch with
+# all their vectors at a time is faster.
+_SHARED = 256
 
 # The decomposition has most digits, so that a second step corrects what rounding left of the first.
 _ROUNDS = 2

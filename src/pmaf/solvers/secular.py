@@ -39,6 +39,7 @@ from pmaf.linalg.roundings import (
 from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
 from pmaf.solvers.base import LeastSquares, Minimum, Outcome, Solver, has_form
+from pmaf.solvers.exact import solve_compiled
 from pmaf.tangent.basis import TangentSolver, amplification
 from pmaf.tangent.kept import Basis, Kept
 
@@ -84,6 +85,10 @@ class Secular(Solver):
         gram = small_gram(A)
         g = rmatvec(A, b)
         if in_range(gram, g):
+            whole = b.expand(*problem.batch_shape, -1)
+            found = solve_compiled(A, whole, init, False, False, self, rooted=True)
+            if found is not None:
+                return found
             took("less: eigenvectors")
             return self._direct(A, b, gram, g, init)
         require_finite(A=(A, 2), b=(b, 1))

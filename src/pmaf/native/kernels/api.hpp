@@ -71,6 +71,64 @@ struct LeastSquaresBackward {
   int m, n;
 };
 
+// Least squares on the unit sphere, or in the unit ball, of double, from a decomposition; many problems may
+// share one matrix.
+struct UnitForward {
+  const double *A, *b;              // (batch, m, n), or (m, n) if it is shared; (batch, m)
+  const double *start;              // (batch, n), or null
+  const double *values, *vectors;   // see `Squares` in basis.hpp; of each matrix
+  double *u, *multiplier, *residual, *gap;  // (batch, n), (batch)
+  double *rows, *spread;            // (batch, p, n), (batch, p), or of the one matrix
+  int64_t *steps;                   // (batch)
+  uint8_t *converged;               // (batch)
+  uint8_t *failed;                  // (batch)
+  long threads;
+  long batch;
+  int m, n, shared, ball, rooted, limit, refinements;  // see `Options` in basis.hpp
+  double eps;                       // the rounding of the data
+};
+
+// The gradients of such a problem with weights, given those of u and of the multiplier.
+struct UnitBackward {
+  const double *A, *b, *weights;    // (batch, m, n), (batch, m), and (batch, m) or null
+  const double *rows, *spread;      // what the forward pass has found, as `y`, multiplier and gap
+  const double *y, *multiplier, *gap;
+  const double *v, *d_multiplier;   // (batch, n), and (batch) or null
+  double *dA, *d_metric, *db, *d_weights, *d_radius;  // each may be null
+  uint8_t *failed;
+  long threads;
+  long batch;
+  int m, n, shared, ball, diagonal;  // whether rows and spread are shared; whether d_metric is (batch, n)
+};
+
+// Least squares on a sphere or an ellipsoid, or in it, of `kind`, as users pose them. A first call reads
+// the problems and writes the squares that LAPACK decomposes, a second one solves them; without squares one
+// call does both.
+struct PosedForward {
+  const void *A, *b, *weights, *radius, *metric;  // metric is (batch, n, n), or its diagonal (batch, n)
+  double *kept;                     // (batch, posed_numbers), for the backward pass
+  double *square;                   // of a first call, (batch, p, p), or null
+  const double *values, *vectors;   // of a second call, or null
+  void *u;                          // (batch, n)
+  uint8_t *failed;
+  long threads;
+  long batch;
+  int m, n, kind, weighted, metric_form, ball, limit, refinements;
+  double length;                    // the radius, if it is a number
+  double eps;
+};
+
+// The gradients of what the user gave, given that of u.
+struct PosedBackward {
+  double *kept;                     // what the forward pass has kept
+  const void *v;                    // (batch, n)
+  void *dA, *db, *d_weights, *d_radius, *d_metric;  // each may be null
+  uint8_t *failed;
+  long threads;
+  long batch;
+  int m, n, kind, weighted, metric_form, ball;
+};
+
 // Kernels for one instruction set: for float, double, and complex numbers of both.
 struct Kernels {
   long (*forward[4])(const Forward &, int threads);
@@ -79,6 +137,11 @@ struct Kernels {
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
   long (*reduction_numbers)(int n, int k);  // of one real matrix; zero if none is to be kept
   long (*minimum_numbers)(int m, int n);    // the same for least squares
+  long (*unit_forward)(const UnitForward &, int threads);
+  long (*unit_backward)(const UnitBackward &, int threads);
+  long (*posed_forward)(const PosedForward &, int threads);
+  long (*posed_backward)(const PosedBackward &, int threads);
+  long (*posed_numbers)(const PosedBackward &);
 };
 
 // Calls body(data, i) for i from 0 to items − 1, by several threads.

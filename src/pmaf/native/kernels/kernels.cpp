@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with PMAF_SET as its name.
 #include "less.hpp"
+#include "posed.hpp"
 #include "three.hpp"
 
 namespace pmaf {
@@ -207,6 +208,11 @@ const Kernels PMAF_SET = {{forward<float>, forward<double>, complex_forward<floa
                           least_squares,
                           least_squares_backward,
                           reduction_numbers,
-                          minimum_numbers};
+                          minimum_numbers,
+                          basis::solve_units,
+                          basis::differentiate_units,
+                          posed::forward,
+                          posed::backward,
+                          posed::numbers};
 
 }  // namespace pmaf

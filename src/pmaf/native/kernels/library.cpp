@@ -215,7 +215,7 @@ double *workspace(long numbers) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below, and of the structures that they are given.
-EXPORT int pmaf_version() { return 8; }
+EXPORT int pmaf_version() { return 9; }
 
 // Chooses the instruction set: the best of the processor, or the one that is named.
 EXPORT const char *pmaf_choose(const char *name) {
@@ -248,6 +248,22 @@ EXPORT long pmaf_less_forward(const pmaf::LeastSquares *p) {
 }
 EXPORT long pmaf_less_backward(const pmaf::LeastSquaresBackward *p) {
   return pmaf::chosen->least_squares_backward(*p, (int)p->threads);
+}
+EXPORT long pmaf_unit_forward(const pmaf::UnitForward *p) {
+  return pmaf::chosen->unit_forward(*p, (int)p->threads);
+}
+EXPORT long pmaf_unit_backward(const pmaf::UnitBackward *p) {
+  return pmaf::chosen->unit_backward(*p, (int)p->threads);
+}
+EXPORT long pmaf_posed_forward(const pmaf::PosedForward *p) {
+  return pmaf::chosen->posed_forward(*p, (int)p->threads);
+}
+EXPORT long pmaf_posed_backward(const pmaf::PosedBackward *p) {
+  return pmaf::chosen->posed_backward(*p, (int)p->threads);
+}
+// How many numbers the forward pass keeps of each problem of these sizes.
+EXPORT long pmaf_posed_numbers(const pmaf::PosedBackward *p) {
+  return pmaf::chosen->posed_numbers(*p);
 }
 // How many numbers of a forward pass the backward pass of k vectors wants, for each real matrix.
 EXPORT long pmaf_reduction_numbers(int n, int k) {
