@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pmaf
-from pmaf.operators import Diagonal, Matrix
+from pmaf.operators import Diagonal, FromMatvec, Matrix
 from tests.quadratic import SphereQuadratic
 
 T = torch.float64
@@ -138,6 +138,8 @@ CALLS = {
     "isvd": lambda A: pmaf.isvd(A, 2),
     "spectral": lambda A: pmaf.spectral(A, "exp"),
     "operator": lambda A: pmaf.ied(Matrix(A[0])),
+    "products": lambda A: pmaf.ied(FromMatvec(lambda u: u @ A[0], (4, 4), dtype=A.dtype)),
+    "start": lambda A: pmaf.less(Matrix(A[1]), A[1, 0], init=A[0, 0]),
 }
 
 

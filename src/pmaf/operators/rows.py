@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.errors import require_finite
+from pmaf.errors import NonFiniteError, require_finite
 from pmaf.linalg.products import dot, inner, long_norm, one_if_zero
 from pmaf.linalg.roundings import LOPSIDED, power_of_two
 from pmaf.linalg.symmetric_part import fixed_rows
@@ -166,6 +166,8 @@ class Rows:
         """The outcome of `find`, or an error that names the tensor that is not finite."""
         try:
             outcome = find(self, *arguments)
+        except NonFiniteError:
+            raise  # it names the tensor already
         except RuntimeError as error:
             # A decomposition of numbers that are not finite raises LinAlgError, or a RuntimeError
             # that mentions linalg.
@@ -181,7 +183,7 @@ class Rows:
     def _complain(self) -> None:
         self.require_finite()
         where = "" if self.mesh is None else "; see what the other ranks say"
-        raise ValueError(
+        raise NonFiniteError(
             f"a product with {self.A!r} has non-finite values{where}; if it overflows "
             f"{self.A.dtype}, scale down what it is made of, or use float64"
         ) from None

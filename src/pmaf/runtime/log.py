@@ -56,6 +56,7 @@ _WORDS = {
     "ied: mixed pairs": "equal eigenvalues",
     "ied: power steps": "power steps",
     "ied: reduction": "compiled kernels",
+    "isvd: search for left vectors": "a search for left vectors",
     "less: constrained, eigenvectors": "eigenvectors",
     "less: constrained, singular vectors": "singular vectors",
     "less: decomposition, compiled": "compiled kernels around a decomposition",
