@@ -599,7 +599,7 @@ _ROTATED = 4
 
 
 def _decomposed(square: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and vectors of symmetric matrices by LAPACK, in the order that kernels read them in."""
+    """Values and vectors of symmetric matrices, in the order in which kernels read them."""
     values, vectors = eigh(square)
     # LAPACK stores matrices by columns, so that the transposes are in one piece.
     return values, _given(vectors.mT, torch.float64, vectors.numel())

@@ -151,8 +151,8 @@ def _refined(
     return u, multiplier, residual
 
 
-# The most problems with one matrix that kernels solve one by one. Beyond, a product of torch with all their
-# vectors at a time is faster.
+# The most problems with one matrix that kernels solve one by one. Beyond, torch's products with all
+# their vectors at a time are faster.
 _SHARED = 256
 
 # The decomposition has most digits, so that a second step corrects what rounding left of the first.
