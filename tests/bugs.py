@@ -841,6 +841,13 @@ PAIRS = [
         "test_native_basis.py::test_many_problems_with_one_matrix",
     ),
     Bug(
+        "kernels around a decomposition: a parameter of one is a number",
+        "layers/less.py",
+        "if sphere and not isinstance(radius, Tensor) and radius == 1:",
+        "if sphere and type(radius) is not Tensor and radius == 1:",
+        "test_native_basis.py::test_a_radius_that_is_a_parameter",
+    ),
+    Bug(
         "kernels around a decomposition: one is True",
         "layers/less.py",
         "    if type(ball) is not bool:",
@@ -1367,9 +1374,9 @@ LINALG = [
     Bug(
         "less: the short call takes a ball for a sphere",
         "layers/less.py",
-        "        and not ball\n",
-        "",
-        "test_less_options.py",
+        "sphere = ball is False and M is None",
+        "sphere = M is None",
+        "test_native_basis.py::test_what_torch_finds",
     ),
     Bug(
         "less: the short call reads b in the dtype of A",

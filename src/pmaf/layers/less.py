@@ -230,8 +230,9 @@ def less(
         and (isinstance(radius, Tensor) or type(radius) in (int, float))
     ):
         found = None
-        if ball is False and M is None and weights is None and type(radius) is not Tensor:
-            found = _small(A, b) if radius == 1 else None
+        sphere = ball is False and M is None and weights is None
+        if sphere and not isinstance(radius, Tensor) and radius == 1:
+            found = _small(A, b)
         if found is None and native.available:
             found = _with_options(A, b, radius, ball, M, weights)
         if found is not None:
