@@ -1389,7 +1389,7 @@ LINALG = [
         "layers/less.py",
         "plain = not posed.has_options",
         "plain = True",
-        "test_less_options.py",
+        "test_native_basis.py::test_what_torch_finds",
     ),
     Bug(
         "less: kernels read float64 as float32",

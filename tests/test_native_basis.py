@@ -323,6 +323,17 @@ def test_options_that_broadcast():
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, T], ids=str)
+def test_a_radius_that_is_a_parameter(dtype):
+    A, b = randn(6, 3, dtype=dtype), randn(6, dtype=dtype, seed=1)
+    layer = pmaf.LESS(radius=torch.nn.Parameter(torch.ones((), dtype=dtype)))
+    (found,) = torch.autograd.grad(layer(A, b).sum(), layer.radius)
+    wide = torch.ones((), dtype=T, requires_grad=True)
+    u = pmaf.solve(pmaf.SphereLeastSquares(A.double(), b.double(), wide)).value
+    allowed = 64 * torch.finfo(dtype).eps / torch.finfo(T).eps
+    close(found.double(), torch.autograd.grad(u.sum(), wide)[0], allowed)
+
+
 def test_a_batch_of_none():
     A, b = randn(0, 6, 3).requires_grad_(), randn(0, 6)
     u = pmaf.less(A, b, ball=True)

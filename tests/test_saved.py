@@ -187,8 +187,18 @@ def test_what_hooks_return_is_converted_or_computed_again(call, hooks):
         assert (x - y).norm() <= 10 * n**2 * digits * y.norm()
 
 
+WITHOUT = pytest.mark.skipif(not native.available, reason="torch's operations keep it rounded")
+
+
 @pytest.mark.parametrize(
-    "call", ["less", "less, kept reduction", "less, wide", "less, weights", "pair"]
+    "call",
+    [
+        "less",
+        "less, kept reduction",
+        "less, wide",
+        pytest.param("less, weights", marks=WITHOUT),
+        "pair",
+    ],
 )
 def test_what_was_kept_in_more_digits_is_computed_again(call):
     """Where the inputs have come back whole, the gradient has not changed by a rounding."""
