@@ -311,8 +311,9 @@ def in_range(
         # A problem that is in range stays as it is beside one that is not, and a trace cannot
         # branch on whether anything is. The units for A must come from A alone, since many
         # problems may share it.
-        unit = torch.where((sizes > low) & (sizes < high), 0, unit)
-        excess = torch.where(quotient.detach().abs().amax(-1) < high, 0, excess)
+        inside = (sizes > low) & (sizes < high)
+        unit = torch.where(inside, 0, unit)
+        excess = torch.where(inside & (quotient.detach().abs().amax(-1) < high), 0, excess)
     return (
         times_power(A, -unit[..., None, None]),
         times_power(b / column(mantissa), -(unit + excess + power).unsqueeze(-1)),
