@@ -250,3 +250,25 @@ def test_all_modes_agree_where_products_are_zero(name, largest):
                     columns = second(A).movedim((-2, -1), (0, 1))
                     found = torch.stack([weighed(x) for x in columns.flatten(0, 1)]).view(shape)
                     torch.testing.assert_close(found, twice, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("layer", ["ied", "less", "nullspace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in jvp
+def test_a_trace_of_forward_mode_has_the_tangents_of_the_call(layer):
+    g = torch.Generator().manual_seed(0)
+    A, dA = (torch.randn(6, 4, generator=g, dtype=torch.float64) for _ in range(2))
+    b = torch.randn(6, generator=g, dtype=torch.float64)
+    call = {
+        "ied": lambda A: pmaf.ied(A[:4] + A[:4].mT).vectors,
+        "less": lambda A: pmaf.less(A, b),
+        "nullspace": pmaf.nullspace,
+    }[layer]
+
+    def tangent(A, dA):
+        return torch.func.jvp(call, (A,), (dA,))[1]
+
+    torch._dynamo.reset()
+    traced = torch.compile(tangent, backend="aot_eager")(A, dA)
+    difference = (call(A + 1e-6 * dA) - call(A - 1e-6 * dA)) / 2e-6
+    torch.testing.assert_close(traced, difference, rtol=0, atol=1e-7)
+    torch.testing.assert_close(traced, tangent(A, dA), rtol=0, atol=1e-12)

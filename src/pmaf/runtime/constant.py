@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def constant(x: Tensor) -> Tensor:
     """A copy without derivatives of any kind, under any transform."""
+    if is_compiling():
+        # A trace follows the forward pass of a `Function` without gradients, and its tangents.
+        return x.detach()
     return _Constant.apply(x)  # pyright: ignore[reportReturnType]
 
 
