@@ -834,13 +834,6 @@ PAIRS = [
         "test_native_basis.py::test_gradients_are_central_differences",
     ),
     Bug(
-        "kernels around a decomposition: a matrix for all problems is that of each",
-        "native/__init__.py",
-        "    shared = matrices != count or rows.dim() == 2\n",
-        "    shared = False\n",
-        "test_native_basis.py::test_many_problems_with_one_matrix",
-    ),
-    Bug(
         "kernels: a view of negatives is read without its sign",
         "native/__init__.py",
         "        and not x.is_neg()\n",

@@ -594,7 +594,8 @@ def solve_posed(plan: Posed, *tensors: Tensor | None) -> tuple[Tensor, Tensor] |
     return u, kept
 
 
-# Up to this many rows or columns, rotations that begin with the identity are faster than LAPACK.
+# Up to this many rows or columns, rotations begin with the identity instead of LAPACK's vectors.
+# No benchmark has settled the number.
 _ROTATED = 4
 
 
@@ -636,7 +637,8 @@ def takes_units(*tensors: Tensor) -> bool:
 
 
 # The most entries of a matrix for which kernels, each of which has one thread, are faster around a
-# decomposition than operations of torch, which share each product between all threads.
+# decomposition than operations of torch, which share each product between all threads. No benchmark
+# has settled the number.
 UNIT_ENTRIES = 16_384
 
 

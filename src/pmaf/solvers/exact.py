@@ -152,7 +152,7 @@ def _refined(
 
 
 # The most problems with one matrix that kernels solve one by one. Beyond, a product of torch with
-# all their vectors at a time is faster.
+# all their vectors at a time takes their place; no benchmark has settled the number.
 _SHARED = 256
 
 # The decomposition has most digits, so that a second step corrects what rounding left of the first.
