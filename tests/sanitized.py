@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
 TESTS = [
-    *(f"tests/test_native{name}.py" for name in ("", "_complex", "_pairs")),
+    *(f"tests/test_native{name}.py" for name in ("", "_basis", "_complex", "_pairs")),
     "tests/test_saved.py",
 ]
 
