@@ -106,7 +106,7 @@ def test_each_kind_takes_its_way(caplog):
     ]:
         pmaf.ied(A_given, 2, M=M_given)
         assert ways(caplog) == way
-    pmaf.ied(A, 2, M=d, reference=0)
+    pmaf.ied(A, 2, M=d, solver=Dense())
     assert ways(caplog) == {"pairs: diagonal"}
 
 

@@ -50,6 +50,8 @@ def symmetric(n, *batch, seed=0):
 Eigen, Squares = pmaf.PrincipalEigenvectors, pmaf.SphereLeastSquares
 Singular, Function = pmaf.PrincipalSingularVectors, pmaf.SpectralFunction
 # A problem, a solver, and the beginning of the description, with kernels and without.
+# With kernels, and without.
+DECOMPOSED = ("Secular(): compiled kernels around a decomposition", "Secular(): eigenvectors")
 SOLVED = {
     "ied": (lambda: Eigen(symmetric(6)), None, ("Reduction(): compiled", "Adaptive(): decompos")),
     "ied, dense": (lambda: Eigen(symmetric(6), 2), Dense(), "Dense(): decomposition"),
@@ -109,7 +111,7 @@ SOLVED = {
         None,
         "Krylov(): pairs: products",
     ),
-    "less": (lambda: Squares(drawn(6, 4), drawn(6)), None, "Secular(): eigenvectors"),
+    "less": (lambda: Squares(drawn(6, 4), drawn(6)), None, DECOMPOSED),
     "less, float32": (
         lambda: Squares(drawn(6, 4).float(), drawn(6).float()),
         None,
@@ -128,7 +130,7 @@ SOLVED = {
     "less, complex": (
         lambda: Squares(drawn(6, 4) + 0j, drawn(6) + 0j),
         Secular(),
-        "Secular(): eigenvectors",
+        DECOMPOSED,
     ),
     "less, operator": (
         lambda: Squares(Matrix(drawn(6, 4)), drawn(6)),

@@ -88,7 +88,8 @@ class CompiledEigenvectors(Executor):
 
     def _some(self, tensors: Tensors, found: Found, held: tuple[Any, ...], failed: Tensor) -> Found:
         """The solution where kernels have failed in some entries, which the common path finds."""
-        took(f"{self.way.partition(':')[0]}: common path for some")
+        pairs = len(self.names) > 1
+        took("pairs: common path for some" if pairs else "ied: common path for some")
         given = [tensors[name] for name in self.names]
         good = ~failed
         parts = found[0][good], found[1][good]
