@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pmaf import errors
 from pmaf.executors.base import Executor
@@ -38,13 +39,15 @@ class Recipe(NamedTuple):
 
     def run(self, given: Tensors) -> Found | None:
         """The solution and its multiplier; None where the numbers need the common path."""
-        tensors = given
-        for step in self.steps:
+        steps, tensors = self.steps, given
+        if not steps:
+            return self.executor.solve(tensors)
+        for step in steps:
             tensors = step.apply(tensors)
         found = self.executor.solve(tensors)
         if found is None:
             return None
-        for step in reversed(self.steps):
+        for step in reversed(steps):
             found = step.back(found, given)
         return found
 
@@ -65,16 +68,18 @@ def solve_shortly(
     """
     forms = []
     for x in given.values():
-        if isinstance(x, Tensor):
+        if x is None:
+            forms.append(None)
+        elif isinstance(x, Tensor):
             # Asked first, so that a trace compares no sizes.
             if not plain(x) or not x.is_cpu or x.layout is not _STRIDED:
                 return None
             forms.append(_named(Form, (x.shape, x.dtype)))
-        elif x is None or type(x) in _RULES:
+        elif type(x) in _RULES:
             forms.append(x)
         else:
             return None
-    if forward_mode(*given.values()):
+    if forward_ad._current_level >= 0 and forward_mode(*given.values()):
         return None
     try:
         recipe = _recipe(way, solver, gradient, (*given,), *options, *forms)

@@ -49,7 +49,10 @@ class Solved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         first, last = ctx.inputs, ctx.outputs
-        if all(dx is None for dx in grads):
+        for dx in grads:
+            if dx is not None:
+                break
+        else:
             return (None,) * (3 + first)
         parts, same = restored(ctx)
         saved = _named(Saved, (parts[:first], parts[first:last], parts[last:], same))

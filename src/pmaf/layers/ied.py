@@ -149,10 +149,10 @@ def ied(
     >>> values, vectors
     (tensor(3.), tensor([1., 0., 0., 0.]))
     """
-    descending = requested_first(descending, largest)
+    if descending is None:
+        descending = largest
     if generator is None:
-        diagonal = type(M) is Diagonal
-        metric = M.d if type(M) is Diagonal else M
+        metric, diagonal = (M.d, True) if type(M) is Diagonal else (M, False)
         given = {"A": A, "M": metric, "reference": reference, "init": init}
         options = k, largest, symmetric, descending, skip, diagonal
         found = solve_shortly(way_of_eigenvectors, given, options, solver, gradient)

@@ -120,8 +120,7 @@ def less(
     >>> pmaf.less(A, torch.tensor([2.0, 0.0])).detach()
     tensor([1., 0.])
     """
-    diagonal = type(M) is Diagonal
-    metric = M.d if type(M) is Diagonal else M
+    metric, diagonal = (M.d, True) if type(M) is Diagonal else (M, False)
     given = {"A": A, "b": b, "radius": radius, "M": metric, "weights": weights, "init": init}
     found = solve_shortly(way_of_least_squares, given, (ball, diagonal), solver, gradient)
     if found is not None:
