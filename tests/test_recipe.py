@@ -253,6 +253,9 @@ def test_the_cache_holds_no_tensor_and_knows_true_from_one():
     del given, d
     gc.collect()
     assert [x() for x in seen] == [None] * 3
+    # The signatures that True would be taken for.
+    for options in ({}, {"reference": 1}, {"skip": 1}):
+        pmaf.ied(A, 1, **options)
     with pytest.raises(TypeError, match="k must be None or an integer; got True"):
         pmaf.ied(A, True)
     with pytest.raises(ValueError, match="reference must be a tensor"):
