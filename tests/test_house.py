@@ -32,11 +32,12 @@ ROOMS = [
     "gradients",
     "solution",
     "certificate",
-    "autograd",
     "reductions",
+    "autograd",
     "problem",
     "executors",
     "recipe",
+    "solving",
     "layers",
     "__init__",
 ]

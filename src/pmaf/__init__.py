@@ -23,7 +23,8 @@ from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.layers.spectral import Spectral, spectral
 from pmaf.layers.spectral_function import SpectralFunction
 from pmaf.problem import Problem
-from pmaf.solution import Certificate, Solution, certify, solve
+from pmaf.solution import Certificate, Solution
+from pmaf.solving import certify, solve
 
 __version__ = "0.1.0"
 

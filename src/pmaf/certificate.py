@@ -94,7 +94,7 @@ def certify_eigenvectors_by_products(
 def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     """A certificate by products; two searches find the ends of the spectrum of the curvature."""
     batch, n = problem.batch_shape, problem.n
-    problem, y = _spread(problem).on_the_unit_sphere(ranks.whole(value.detach()))
+    problem, y = _spread(problem), ranks.whole(value.detach())
     seen = rows_of(problem)
     seen.require_transposes(0.0)
     product, g = posed(problem, seen)
@@ -137,11 +137,10 @@ def _spread(problem: Any) -> Any:
 def certify_minimum(problem: Any, value: Tensor) -> Certificate:
     """A certificate from all eigenvalues of the curvature, in float64.
 
-    The problem is rescaled to the unit sphere and to units in which nothing over- or underflows;
-    all three measures are relative.
+    All three measures are relative.
     """
     wide = problem.with_tensors(*(x.double() for x in problem.tensors))
-    wide, y = wide.on_the_unit_sphere(value.double())
+    y = value.double()
     force = wide.force(y, *wide.tensors)
     length = norm(y)
     multiplier = dot(y, force) / length.square()

@@ -1,57 +1,35 @@
-"""The base class of problems, and the way from a problem to its solution."""
+"""The base class of problems: what is solved, and what follows from that; `recipe.py` solves."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.autograd.attach import attach
-from pmaf.autograd.forward_mode import forward, require_forward
-from pmaf.autograd.products import attach_products
 from pmaf.certificate import certify_minimum, certify_minimum_by_products
-from pmaf.gradients import Gradient, Unroll
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, declared_gradients
 from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
-from pmaf.linalg.roundings import HALF, OutOfRangeError
 from pmaf.native import Gradients
-from pmaf.operators import Operator, as_operator
-from pmaf.operators.base import TimesPowers, known_by_products
+from pmaf.operators import Diagonal, Operator, as_operator
+from pmaf.operators.base import known_by_products
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import (
-    forward_mode,
-    full_precision,
-    require_eager,
-    require_traceable_derivatives,
-    untraced,
-)
-from pmaf.runtime.text import Named, abbreviated, encode_options
-from pmaf.runtime.threads import OneThread
+from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.trees import register_tree
-from pmaf.solution import (
-    Certificate,
-    Solution,
-    announce,
-    require_products_suffice,
-    require_rules,
-)
+from pmaf.solution import Certificate
 from pmaf.solvers import Outcome, Solver
 from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Basis, Decomposition, Factor, Kept, SingularBasis
-
-_Kind = TypeVar("_Kind", bound="type[Problem]")
+from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +45,7 @@ class Problem(Named):
 
     The multiplier `uᵀ force(u)`, the certificate, both modes of differentiation to any order, the
     search by products, batches, traces and transforms follow from these two. A subclass may
-    override a method, such as `gradients`, for which it has a faster way, or declare itself as a
-    `case` of another problem.
+    override a method, such as `gradients`, for which it has a faster way.
 
     >>> import torch, pmaf
     >>> from dataclasses import dataclass
@@ -86,19 +63,18 @@ class Problem(Named):
     """
 
     inputs: ClassVar[dict[str, int]] = {}
+    options: ClassVar[tuple[str, ...]] = ()  # the fields on which cached recipes depend
     form: ClassVar[type] = Minimum
-    # Multiplier and gap are homogeneous of this degree in the inputs; None if they are not.
+    # Multiplier and gap are homogeneous of this degree in the first inputs; None if they are not.
     degree: ClassVar[int | None] = None
+    # How many inputs these are, None for all.
+    homogeneous: ClassVar[int | None] = None
     # Whether `force` and `curvature` are compared at a solution; those of the library need not be.
     compared: ClassVar[bool] = True
     # Whether forward mode takes as many steps as there are derivatives, and no more.
     few_steps: ClassVar[bool] = False
     # Whether the matrix is symmetric; solvers with `always_converges` converge if it is.
     symmetric = True
-    # Classes that solve some of these problems in another way, and which; see `case`.
-    cases: ClassVar[tuple[tuple[Callable[[Any], bool], type[Problem]], ...]] = ()
-    # The class of which this one is a case, for messages.
-    general: ClassVar[type[Problem] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,48 +87,6 @@ class Problem(Named):
     def curvature(self, rows: Tensor) -> Tensor:
         """`∇²f` times rows `(*, p, n)`."""
         raise NotImplementedError(f"{type(self).__name__} declares no curvature")
-
-    # Special cases.
-
-    @classmethod
-    def case(cls, applies: Callable[[Any], bool]) -> Callable[[_Kind], _Kind]:
-        """Declare a class as the one that solves and certifies the problems that `applies` names.
-
-        The class has the same fields. It may pose another problem, whose solution it converts; and
-        it may have cases of its own. A problem belongs to at most one case of a class.
-        """
-
-        def declare(kind: _Kind) -> _Kind:
-            # A class that is defined again, as in a notebook, takes the place of the first.
-            names = kind.__module__, kind.__qualname__
-            others = (x for x in cls.cases if (x[1].__module__, x[1].__qualname__) != names)
-            cls.cases = (*others, (applies, kind))
-            kind.cases, kind.general = (), cls.general or cls
-            return kind
-
-        return declare
-
-    @classmethod
-    def of(cls, problem: Any) -> Any:
-        """A problem as one of this class, which is a case of it."""
-        return cls.like(problem)
-
-    @classmethod
-    def like(cls, problem: Any, **others: Any) -> Any:
-        """A problem as one of this class, with other values of some fields; nothing is checked."""
-        other = object.__new__(cls)
-        for field in fields(problem):  # a trace knows the fields of an instance only
-            name = field.name
-            value = others[name] if name in others else getattr(problem, name)
-            object.__setattr__(other, name, value)
-        return other
-
-    def special(self) -> Any:
-        """The problem as the case to which it belongs; the problem itself if there is none."""
-        for applies, kind in self.cases:
-            if applies(self):
-                return kind.of(self).special()
-        return self
 
     # Inputs and options.
 
@@ -266,12 +200,33 @@ class Problem(Named):
         return self.changed(**dict(zip(self.inputs, tensors)))
 
     def changed(self, **others: Any) -> Any:
-        """The same problem with other values of some fields, which are not checked again."""
-        return self.like(self, **others)
+        """The same problem with other values of some fields, which are not checked again.
+
+        A tensor that takes the place of a diagonal matrix is its diagonal.
+        """
+        other = object.__new__(type(self))
+        for field in fields(self):  # a trace knows the fields of an instance only
+            name = field.name
+            value = old = getattr(self, name)
+            if name in others:
+                value = others[name]
+                if isinstance(old, Diagonal) and isinstance(value, Tensor):
+                    value = Diagonal(value)
+            object.__setattr__(other, name, value)
+        return other
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The inputs and all other fields that may be tensors, by name."""
+        return {name: getattr(self, name) for name in self.inputs}
+
+    def parts(self) -> dict[str, tuple[Tensor, int]]:
+        """All tensors of `named`, none an operator, and the dimensions of one batch entry."""
+        return {name: (getattr(self, name), dims) for name, dims in self.inputs.items()}
 
     def bare(self) -> Any:
-        """The problem without its inputs."""
-        return self.with_tensors(*(None for _ in self.inputs))
+        """The problem without its tensors."""
+        return self.changed(**dict.fromkeys(self.named))
 
     def with_flat(self, tensors: Sequence[Tensor]) -> Any:
         """The same problem with other tensors, in the order of `flat`."""
@@ -314,10 +269,6 @@ class Problem(Named):
         """`uᵀ force(u)`, `(*,)`."""
         return dot(u, self.force(u, *self.tensors))
 
-    def on_the_unit_sphere(self, value: Tensor) -> tuple[Any, Tensor]:
-        """The problem and its solution, rescaled to the unit sphere."""
-        return self, value
-
     def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
         """The smallest and the largest eigenvalue of `M`, and a scale for residuals."""
         M, g = self.quadratic()
@@ -328,14 +279,8 @@ class Problem(Named):
         """The solver that `Auto()` uses."""
         return best_minimum(self)
 
-    def certify(self, value: Tensor) -> Certificate:
-        """Evidence about a solution, from the problem and the solution alone."""
-        special = self.special()
-        special.require_value(value)
-        return special.certified(value)
-
     def certified(self, value: Tensor) -> Certificate:
-        """`certify` for a value of the right shape."""
+        """Evidence about a solution in the coordinates of solvers, from these alone."""
         by_products = self.operator is not None
         return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
 
@@ -349,7 +294,7 @@ class Problem(Named):
 
     def require_value(self, value: Tensor) -> None:
         """Raise an error unless `value` has the shape of a solution."""
-        shape, _ = self.shapes
+        shape = self.shapes[0]
         if value.shape != shape:
             raise ValueError(
                 f"a solution of this problem has shape {shape}; got {errors.shape_of(value)}"
@@ -421,47 +366,36 @@ class Problem(Named):
         """Gradients of `flat`, by products alone."""
         return declared_gradients(self, given)
 
-    # From the problem to its solution.
-
-    def instead(
-        self, solver: Solver, gradient: Gradient, init: Tensor | None
-    ) -> tuple[Any, Tensor | None, Callable[[Solution], Solution]] | None:
-        """Another problem to run, a start of it, and a function from its solution; None for none.
-
-        The conversion is differentiable.
-        """
-        return None
-
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        """The problem as solvers take it, a start, and a function from outcomes to solutions.
-
-        Solvers compute in float32 or float64, and on the unit sphere only. This conversion is
-        differentiable.
-        """
-        dtype, problem = self.dtype, self
-        if dtype in HALF:
-            problem = self.with_flat([x.float() for x in self.flat])
-            init = None if init is None else init.float()
-        return problem, init, lambda outcome: in_dtype(dtype, as_solution(outcome))
+    # How solvers are run.
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         """The outcome of a solver; raises `OutOfRangeError` if other units are needed."""
-        return solver.solve(self, init=init, report=report)
+        outcome = solver.solve(self, init=init, report=report)
+        if self.compared:
+            self.require_quadratic(outcome.value)
+        return outcome
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
         """The outcome of a solver for an operator, and the products for the backward pass."""
-        return solver.solve_by_products(self, init)
-
-    def finished(self, outcome: Outcome) -> Outcome:
-        """The outcome of a solver after a last change that is not differentiated."""
+        outcome, seen = solver.solve_by_products(self, init)
         if self.compared:
-            self._require_quadratic(outcome.value)
-        return outcome
+            self.require_quadratic(outcome.value)
+        return outcome, seen
+
+    def for_solver(self, solver: Solver) -> Any:
+        """The problem with its tensors in the form that a solver takes."""
+        return self
+
+    def columns(self, vectors: Tensor) -> Tensor:
+        """A solution in the shape of several, as its certificate takes it."""
+        return vectors
+
+    def found(self, value: Tensor, multiplier: Tensor) -> tuple[Tensor, ...]:
+        """The vectors of an outcome and their multipliers as users see them, or parts of them."""
+        return value, multiplier
 
     @torch.no_grad()
-    def _require_quadratic(self, u: Tensor) -> None:
+    def require_quadratic(self, u: Tensor) -> None:
         """Raise an error unless `force` is `g − Mu` with the curvature, at `u` and another point.
 
         Otherwise solution, derivative and certificate would be those of another problem.
@@ -493,193 +427,6 @@ class Problem(Named):
                 "symmetric part of the matrix, 0.5 * (Q + Q.mT), in force and curvature"
             )
 
-    def divided(self, unit: Tensor) -> Any:
-        """The same problem in other units, if multiplier and gap have a degree in the inputs."""
-        if self.degree is None:
-            raise ValueError(
-                f"squares of the entries of {type(self).__name__} leave the range of "
-                f"{self.dtype}; scale the problem, or use float64"
-            )
-        parts = []
-        for name, x in zip(self.inputs, self.tensors):
-            if isinstance(x, Operator):
-                parts.append(TimesPowers(x, -unit.log2()))
-            else:
-                parts.append(x / unit.reshape(*unit.shape, *(1,) * self.inputs[name]))
-        return self.with_tensors(*parts)
-
-    def multiplied(self, found: Any, unit: Tensor) -> Any:
-        """Convert an outcome or a solution from other units to those of the problem."""
-        multiplier, gap = found.multiplier, found.gap
-        column = unit.unsqueeze(-1) if multiplier.dim() > gap.dim() else unit
-        for _ in range(self.degree or 0):
-            multiplier, gap = multiplier * column, gap * unit
-        if isinstance(found, Solution):
-            return in_dtype(self.dtype, replace(found, multiplier=multiplier, gap=gap))
-        kept = found.kept
-        power = self.degree or 0
-        if isinstance(kept, (Basis, Decomposition, SingularBasis)):
-            kept = type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)
-        if isinstance(kept, Factor):
-            kept = Factor(kept.lower * unit[..., None, None] ** (0.5 * power))
-        return found._replace(multiplier=multiplier, gap=gap, kept=kept)
-
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        """Solve with a solver, and attach a rule for the gradient; `pmaf.solve` calls this."""
-        special = self.special()
-        if special is not self:
-            return special.run(solver, gradient, init=init, report=report, throw=throw)
-        other = self.instead(solver, gradient, init)
-        if other is not None:
-            problem, start, convert = other
-            return convert(problem.run(solver, gradient, init=start, report=report, throw=throw))
-        require_rules(self, solver, gradient)
-        if init is not None:
-            self.require_start(init)
-            # The solution does not depend on the start, and the graph of the start is not needed.
-            init = init.detach()
-        if self.operator is not None:
-            run = untraced(self._run_products)
-            return run(solver.resolve(self), gradient, init, throw)
-        if any(ranks.is_spread(x) for x in (*self.tensors, *(x for x, _ in self.hints().values()))):
-            return self._run_parts(solver, gradient, init, report, throw)
-        if 0 in self.batch_shape:
-            return self._empty()
-        try:
-            with OneThread(self.matrix):
-                problem, start, finish = self.reduced(init, solver)
-                return finish(problem._run(solver, gradient, start, report, throw))
-        except OutOfRangeError as found:
-            unit = found.unit
-        other = self.divided(unit)
-        start = None if init is None else init.to(other.dtype)
-        return self.multiplied(
-            other.run(solver, gradient, init=start, report=report, throw=throw), unit
-        )
-
-    def run_finite(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        """Solve the entries of the batch whose inputs are finite, and report nan of the others."""
-        special = self.special()
-        if special.operator is not None:
-            raise TypeError('nonfinite="report" is for tensors, and the problem has an operator')
-        require_eager('nonfinite="report"', 'nonfinite="raise"', special.matrix)
-        batch = special.batch_shape
-        named = {name: (getattr(special, name), dims) for name, dims in special.inputs.items()}
-        named |= special.hints()
-        named["init"] = (init, special.dims_of(init))
-        whole = {
-            name: x.expand(*batch, *x.shape[x.dim() - dims :])
-            for name, (x, dims) in named.items()
-            if x is not None
-        }
-        good = torch.ones(batch, dtype=torch.bool, device=special.device)
-        for x in whole.values():
-            good = good & x.detach().isfinite().reshape(*batch, -1).all(-1)
-        if bool(good.all()):
-            return special.run(solver, gradient, init=init, report=report, throw=throw)
-        parts = {name: x[good] for name, x in whole.items()}
-        start = parts.pop("init", None)
-        found = special.with_parts(parts).run(
-            solver, gradient, init=start, report=report, throw=throw
-        )
-
-        def spread(x: Tensor) -> Tensor:
-            fill = math.nan if x.is_floating_point() or x.is_complex() else 0
-            whole = x.new_full((*batch, *x.shape[1:]), fill)
-            return whole.index_put((good,), x) if batch else whole
-
-        return ranks.replace_tensors(found, spread)
-
-    def _run(
-        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
-    ) -> Outcome:
-        """Solve for tensors in float32 or float64, on the unit sphere."""
-        if isinstance(gradient, Unroll):
-            require_eager("gradient=Unroll()", "gradient=Implicit()", self.matrix)
-            if init is not None:
-                errors.require_finite(init=(init, self.start_dims))
-            with full_precision(self.device):
-                found = self.finished(self.solved_by(solver, init, report))
-            value, multiplier, *others = found.tensors
-            found = Outcome.of((value, multiplier, *(x.detach() for x in others)))
-            announce(found, solver, throw)
-            return found._replace(method=abbreviated(solver))
-        way = solver.resolve(self)
-        require_traceable_derivatives()
-        if forward_mode(*self.tensors):
-            require_forward(gradient)
-            way = self.forward_solver(way)
-            found = forward(self, init, way, report, throw)
-        else:
-            found = attach(self, init, way, gradient, report, throw)
-        return found._replace(method=abbreviated(way)) if report else found
-
-    def _run_products(
-        self, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
-    ) -> Solution:
-        A, batch = self.operator, self.batch_shape
-        assert A is not None
-        require_products_suffice(A, solver, gradient)
-        if A.batch_shape not in (batch, ()):
-            raise ValueError(
-                f"{A!r} has the batch {tuple(A.batch_shape)} and the problem {tuple(batch)}; "
-                "an operator needs the whole batch, or none"
-            )
-        if 0 in batch:
-            raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
-        mesh = ranks.mesh_of(*self.flat)
-        start = None if init is None else ranks.whole(init)
-        problem, start, finish = self.reduced(start, solver)
-        try:
-            outcome, backward = attach_products(problem, start, solver, throw)
-        except OutOfRangeError as found:
-            other = problem.divided(found.unit)
-            outcome, backward = attach_products(other, start, solver, throw)
-            outcome = self.multiplied(outcome, found.unit)
-        method = abbreviated(solver)
-        solution = replace(finish(outcome), backward=backward, method=method)
-        if mesh is None:
-            return solution
-        return ranks.replace_tensors(solution, lambda x: ranks.replicate(x, mesh))
-
-    def _run_parts(
-        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
-    ) -> Solution:
-        """Every rank solves the part of the batch that it has."""
-        named: dict[str, tuple[Tensor | None, int]] = {
-            name: (getattr(self, name), dims) for name, dims in self.inputs.items()
-        }
-        named |= self.hints()
-        named["init"] = (init, self.dims_of(init))
-        parts = ranks.Parts(self.batch_shape, named)
-        start = parts.inputs.pop("init", None)
-        mine = self.with_parts(parts.inputs)
-        return parts.join_all(mine.run(solver, gradient, init=start, report=report, throw=throw))
-
-    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        """Tensors besides the inputs, by field, and the dimensions of one batch entry of each."""
-        return {}
-
-    def with_parts(self, parts: dict[str, Tensor]) -> Any:
-        """The same problem with the parts of its tensors that this rank has."""
-        return replace(self, **parts)
-
     def dims_of(self, vectors: Tensor | None) -> int:
         """The dimensions of one batch entry of a start or a reference."""
         return 1
@@ -696,29 +443,12 @@ class Problem(Named):
             )
         errors.require_fits("init", init.shape[:-1], self.batch_shape)
 
-    def _empty(self) -> Solution:
-        """The solution of no problems, whose gradients are zero."""
-        total = sum(x.sum() for x in self.tensors)
-        assert isinstance(total, Tensor)
-        size = torch.real(total)  # multipliers are real for complex inputs, too
-        value, multiplier = (x + x.new_zeros(s) for x, s in zip((total, size), self.shapes))
-        blank = size.detach().new_zeros(self.batch_shape)
-        count = blank.to(torch.int64)
-        return Solution(value, multiplier, blank, blank.clone(), count, count.bool())
+    @property
+    def length(self) -> int:
+        """The number of components of a vector of a solver."""
+        return self.n
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of a solution and of its multiplier, as the user sees them."""
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a solution, of its multiplier and of what is found beside them."""
         return (*self.batch_shape, self.n), tuple(self.batch_shape)
-
-
-def as_solution(outcome: Outcome) -> Solution:
-    """An outcome of one vector as the user sees it."""
-    value, multiplier, residual, gap, iterations, converged = outcome.tensors
-    return Solution(value, multiplier, residual, gap, iterations, converged, method=outcome.method)
-
-
-def in_dtype(dtype: torch.dtype, found: Solution) -> Solution:
-    if found.value.dtype == dtype:
-        return found
-    return replace(found, value=found.value.to(dtype), multiplier=found.multiplier.to(dtype))

@@ -1,11 +1,9 @@
-"""Recipes: the way from a call to a solver and back, found once for a signature.
+"""Recipes: the way from a problem to a solver and back.
 
-A signature is everything about a call except its numbers: the problem, shapes and dtypes, options,
-the solver and the rule of the gradient. The recipe is a chain of reductions, each of which turns a
-problem into an equivalent one, and an executor at its end. It is cached, and holds no tensor.
-
-There are recipes for what compiled kernels solve. Everything else takes the common path
-(`Problem.run`).
+A recipe is a chain of reductions, each of which turns a problem into an equivalent one, and an
+executor at its end. It depends on the signature of a call, which is everything but its numbers: the
+problem, shapes, dtypes and devices, options, the solver and the rule of the gradient. It holds no
+tensor. Where compiled kernels solve a call, its recipe is found once and cached.
 """
 
 from __future__ import annotations
@@ -20,61 +18,282 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import errors
-from pmaf.executors.base import Executor
+from pmaf.executors.direct import Direct, Ended
 from pmaf.gradients import Gradient, Implicit
-from pmaf.reductions.base import Found, Reduction, Tensors
-from pmaf.runtime.modes import forward_mode, plain
+from pmaf.linalg.roundings import HALF, OutOfRangeError
+from pmaf.operators import Diagonal
+from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back, posed_by
+from pmaf.reductions.precision import Precision
+from pmaf.reductions.units import Units
+from pmaf.runtime import ranks
+from pmaf.runtime.modes import forward_mode, plain, untraced
+from pmaf.runtime.threads import OneThread
+from pmaf.solution import Solution, require_products_suffice, require_rules
 from pmaf.solvers import Auto, Solver
+
+# Created at import: constructing a solver serialises it to text, which costs more than a small
+# solve.
+AUTO, IMPLICIT = Auto(), Implicit()
 
 
 class Recipe(NamedTuple):
     """The way of all calls with one signature."""
 
     steps: tuple[Reduction, ...]
-    executor: Executor
+    executor: Any  # of which a `Direct` solves every call, and others those that they accept
 
     def __str__(self) -> str:
         words = [step.words for step in self.steps]
         return "\n".join([*(x for x in words if x), self.executor.words])
 
     def run(self, given: Tensors) -> Found | None:
-        """The solution and its multiplier; None where the numbers need the common path."""
-        steps, tensors = self.steps, given
+        """The solution and its multiplier; None where the executor does not solve these numbers."""
+        steps = self.steps
         if not steps:
-            return self.executor.solve(tensors)
-        for step in steps:
-            tensors = step.apply(tensors)
-        found = self.executor.solve(tensors)
-        if found is None:
-            return None
-        for step in reversed(steps):
-            found = step.back(found, given)
-        return found
+            return self.executor.solve(given)
+        stages = posed_by(steps, given)
+        found = self.executor.solve(stages[-1])
+        return None if found is None else brought_back(steps, stages, found)
+
+    def end(self, given: Tensors, report: bool, throw: bool) -> Ended:
+        """The solution with a report, by a `Direct`."""
+        steps, executor = self.steps, self.executor
+        stages = posed_by(steps, given)
+        try:
+            ended = executor.run(stages[-1], report, throw)
+        except OutOfRangeError as error:
+            unit = error.unit
+            more = Units(executor.problem, unit)
+            steps, stages = (*steps, more), [*stages, *posed_by((more,), stages[-1])[1:]]
+            ended = executor.run(stages[-1], report, throw)
+        found, known, *others = ended
+        for i in range(len(steps) - 1, -1, -1):
+            if report:
+                known = steps[i].report(known, found, stages[i], stages[i + 1])
+            found = steps[i].back(found, stages[i], stages[i + 1])
+        return Ended(found, known, *others)
+
+
+# From a problem, a solver, a rule and a start to a recipe.
+Way = Callable[[Any, Solver, Gradient, Tensor | None], Recipe]
+# From a problem to the steps that change its coordinates, and to the problem in these, without its
+# tensors, for which certificates are.
+Change = Callable[[Any], tuple[list[Reduction], Any]]
+# From a problem and a start to a recipe by compiled kernels, or None.
+CompiledWay = Callable[[Any, Tensor | None], Recipe | None]
+
+
+class Ways(NamedTuple):
+    """How the recipes for a class of problems are found.
+
+    The functions look at classes, options, shapes, dtypes and devices, never at numbers.
+    """
+
+    solved: Way
+    coordinates: Change
+    compiled: CompiledWay | None = None
+
+
+_WAYS: dict[type, Ways] = {}
+
+
+def register(
+    kind: type, solved: Way, coordinates: Change, compiled: CompiledWay | None = None
+) -> None:
+    """Say how the recipes for a class of problems, and for its subclasses, are found."""
+    _WAYS[kind] = Ways(solved, coordinates, compiled)
+
+
+def ways_of(kind: type) -> Ways:
+    for base in kind.__mro__:
+        if base in _WAYS:
+            return _WAYS[base]
+    return _DECLARED
+
+
+def declared_way(problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None) -> Recipe:
+    """The recipe of a problem that says nothing about its way: only short dtypes are reduced."""
+    steps = (Precision(problem.dtype, torch.float32),) if problem.dtype in HALF else ()
+    return Recipe(steps, Direct(problem.bare(), solver, gradient))
+
+
+_DECLARED = Ways(declared_way, lambda problem: ([], problem.bare()))
+
+
+def run(
+    problem: Any,
+    solver: Solver = AUTO,
+    gradient: Gradient = IMPLICIT,
+    *,
+    init: Tensor | None = None,
+    report: bool = True,
+    throw: bool = False,
+) -> Solution:
+    """Solve a problem with a solver, and attach a rule for the gradient."""
+    ended = end(problem, solver, gradient, init=init, report=report, throw=throw)
+    value, multiplier, *_ = ended.found
+    known = ended.report
+    return Solution(value, multiplier, *known, backward=ended.backward, method=ended.method)
+
+
+def end(
+    problem: Any,
+    solver: Solver = AUTO,
+    gradient: Gradient = IMPLICIT,
+    *,
+    init: Tensor | None = None,
+    report: bool = True,
+    throw: bool = False,
+) -> Ended:
+    """The same with all that was found, such as left vectors."""
+    require_rules(problem, solver, gradient)
+    if init is not None:
+        problem.require_start(init)
+        # The solution does not depend on the start, and the graph of the start is not needed.
+        init = init.detach()
+    problem = problem.for_solver(solver)
+    if problem.operator is not None:
+        return untraced(_end_by_products)(problem, solver, gradient, init, throw)
+    if any(ranks.is_spread(x) for x, _ in problem.parts().values()):
+        return _end_on_ranks(problem, solver, gradient, init, report, throw)
+    if 0 in problem.batch_shape:
+        return _end_of_nothing(problem)
+    recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
+    with OneThread(problem.first):
+        return recipe.end({**problem.named, "init": init}, report, throw)
+
+
+def _end_by_products(
+    problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None, throw: bool
+) -> Ended:
+    """The solution of a problem that has an operator, on all ranks alike."""
+    A, batch = problem.operator, problem.batch_shape
+    require_products_suffice(A, solver.resolve(problem), gradient)
+    for part in problem.tensors:
+        if part is A or not isinstance(part, Tensor):
+            _require_batch(part, batch)
+    if 0 in batch:
+        raise ValueError(f"{A!r} has an empty batch; leave the layer out where it is")
+    mesh = ranks.mesh_of(*problem.flat)
+    given = {**problem.named, "init": None if init is None else ranks.whole(init)}
+    reference = given.get("reference")
+    if isinstance(reference, Tensor):
+        given["reference"] = ranks.whole(reference)
+        errors.require_finite(reference=(given["reference"], 1))  # on all ranks or none
+    recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
+    ended = recipe.end(given, True, throw)
+    if mesh is None:
+        return ended
+
+    def spread(parts: Any) -> Any:
+        return (ranks.replicate(x, mesh) if isinstance(x, Tensor) else x for x in parts)
+
+    return ended._replace(found=(*spread(ended.found),), report=Report(*spread(ended.report)))
+
+
+def _require_batch(A: Any, batch: torch.Size) -> None:
+    if A.batch_shape not in (batch, ()):
+        raise ValueError(
+            f"{A!r} has the batch {tuple(A.batch_shape)} and the problem {tuple(batch)}; "
+            "an operator needs the whole batch, or none"
+        )
+
+
+def _end_on_ranks(
+    problem: Any,
+    solver: Solver,
+    gradient: Gradient,
+    init: Tensor | None,
+    report: bool,
+    throw: bool,
+) -> Ended:
+    """Every rank solves the part of the batch that it has."""
+    named = {**problem.parts(), "init": (init, problem.dims_of(init))}
+    parts = ranks.Parts(problem.batch_shape, named)
+    start = parts.inputs.pop("init", None)
+    mine = problem.changed(**parts.inputs)
+    ended = end(mine, solver, gradient, init=start, report=report, throw=throw)
+    known = Report(*(parts.join(x) for x in ended.report))
+    return ended._replace(found=tuple(parts.join(x) for x in ended.found), report=known)
+
+
+def _end_of_nothing(problem: Any) -> Ended:
+    """The solution of no problems, whose gradients are zero."""
+    total = sum(x.sum() for name, (x, _) in problem.parts().items() if name != "reference")
+    assert isinstance(total, Tensor)
+    size = torch.real(total)  # multipliers are real for complex inputs, too
+    like = total, size, total
+    found = tuple(x + x.new_zeros(shape) for x, shape in zip(like, problem.shapes))
+    blank = size.detach().new_zeros(problem.batch_shape)
+    count = blank.to(torch.int64)
+    return Ended(found, Report(blank, blank.clone(), count, count.bool()))
+
+
+def run_finite(
+    problem: Any,
+    solver: Solver,
+    gradient: Gradient,
+    *,
+    init: Tensor | None = None,
+    report: bool = True,
+    throw: bool = False,
+) -> Solution:
+    """Solve the entries of the batch whose inputs are finite, and report nan of the others."""
+    batch = problem.batch_shape
+    named = {**problem.parts(), "init": (init, problem.dims_of(init))}
+    whole = {
+        name: x.expand(*batch, *x.shape[x.dim() - dims :])
+        for name, (x, dims) in named.items()
+        if x is not None
+    }
+    good = torch.ones(batch, dtype=torch.bool, device=problem.device)
+    for x in whole.values():
+        good = good & x.detach().isfinite().reshape(*batch, -1).all(-1)
+    if bool(good.all()):
+        return run(problem, solver, gradient, init=init, report=report, throw=throw)
+    parts = {name: x[good] for name, x in whole.items()}
+    start = parts.pop("init", None)
+    finite = problem.changed(**parts)
+    found = run(finite, solver, gradient, init=start, report=report, throw=throw)
+
+    def spread(x: Tensor) -> Tensor:
+        fill = math.nan if x.is_floating_point() or x.is_complex() else 0
+        whole = x.new_full((*batch, *x.shape[1:]), fill)
+        return whole.index_put((good,), x) if batch else whole
+
+    return ranks.replace_tensors(found, spread)
+
+
+# Calls that compiled kernels solve.
 
 
 def solve_shortly(
-    way: Callable[..., Recipe | None],
+    kind: Any,
     given: Tensors,
     options: tuple[Any, ...],
     solver: Solver | None,
     gradient: Gradient | None,
 ) -> Found | None:
-    """The solution of a problem and its multiplier by a recipe; None if the call has none.
+    """The solution of a problem and its multiplier by a cached recipe; None if the call has none.
 
     Args:
-        way: finds the recipe, given the tensors by name, without numbers, and the options.
-        given: the tensors of the call by name; those that are optional may be None.
-        options: what else the problem consists of.
+        kind: the class of the problem.
+        given: its tensors and the start by name; those that are optional may be None.
+        options: what else the problem consists of, in the order of `kind.options`.
     """
     forms = []
     for x in given.values():
         if x is None:
             forms.append(None)
-        elif isinstance(x, Tensor):
+            continue
+        diagonal = type(x) is Diagonal
+        if diagonal:
+            x = x.d
+        if isinstance(x, Tensor):
             # Asked first, so that a trace compares no sizes.
             if not plain(x) or not x.is_cpu or x.layout is not _STRIDED:
                 return None
-            forms.append(_named(Form, (x.shape, x.dtype)))
+            forms.append(_named(Form, (x.shape, x.dtype, diagonal)))
         elif type(x) in _RULES:
             forms.append(x)
         else:
@@ -82,7 +301,7 @@ def solve_shortly(
     if forward_ad._current_level >= 0 and forward_mode(*given.values()):
         return None
     try:
-        recipe = _recipe(way, solver, gradient, (*given,), *options, *forms)
+        recipe = _recipe(kind, solver, gradient, (*given,), *options, *forms)
     except TypeError:  # an argument that cannot be hashed, of which the common path complains
         return None
     if recipe is None:
@@ -102,6 +321,7 @@ class Form(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+    diagonal: bool  # whether it is the diagonal of a matrix
 
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.
@@ -111,7 +331,7 @@ _named = tuple.__new__
 # Typed, because True is equal to 1, and is no integer here.
 @functools.lru_cache(maxsize=1024, typed=True)
 def _recipe(
-    way: Any, solver: Any, gradient: Any, names: tuple[str, ...], *others: Any
+    kind: Any, solver: Any, gradient: Any, names: tuple[str, ...], *others: Any
 ) -> Recipe | None:
     """The recipe for a signature: options, then forms by names."""
     errors.refuse_trace()  # the sizes in a trace of TorchScript are tensors, which are in no cache
@@ -121,11 +341,22 @@ def _recipe(
         return None
     count = len(names)
     options, forms = others[:-count], others[-count:]
-    tensors = {
-        name: torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Form) else x
-        for name, x in zip(names, forms)
-    }
+    blank = {name: _blank(x) for name, x in zip(names, forms)}
+    init = blank.pop("init")
+    compiled = _WAYS[kind].compiled
+    assert compiled is not None
     try:
-        return way(tensors, *options)
+        problem = kind(**blank, **dict(zip(kind.options, options, strict=True)))
+        if init is not None:
+            problem.require_start(init)
+        return compiled(problem, init)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
+
+
+def _blank(x: Any) -> Any:
+    """A tensor without numbers in the place of a form."""
+    if not isinstance(x, Form):
+        return x
+    blank = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return Diagonal(blank) if x.diagonal else blank

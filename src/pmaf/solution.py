@@ -1,22 +1,20 @@
-"""Solving and certifying any problem, and the description of the result."""
+"""The description of a result, and what is said of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmaf.errors import ConvergenceError, ConvergenceWarning, refuse_trace
+from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
-from pmaf.operators import Operator
 from pmaf.runtime.caller import warn
-from pmaf.runtime.log import collected, in_words
 from pmaf.runtime.trees import register_tree
-from pmaf.solvers import Auto, Outcome, Solver
+from pmaf.solvers import Outcome, Solver
 from pmaf.solvers.base import has_form
 
 # The page that says what each warning means, and what to do.
@@ -130,83 +128,6 @@ register_tree(Solution, "pmaf.Solution", _REPORTED)
 register_tree(Certificate, "pmaf.Certificate", _CERTIFIED)
 
 
-def solve(
-    problem: Any,
-    *,
-    solver: Solver | None = None,
-    gradient: Gradient | None = None,
-    init: Tensor | None = None,
-    throw: bool = False,
-    nonfinite: str = "raise",
-) -> Solution:
-    """Solve a problem and report on the solution, batch entry by batch entry.
-
-    Args:
-        problem: what to solve, for example `SphereLeastSquares(A, b)`.
-        solver: one of `pmaf.solvers`; `Auto()` unless given.
-        gradient: one of `pmaf.gradients`; `Implicit()` unless given.
-        init: where to start, or which of several solutions to prefer.
-        throw: raise `ConvergenceError` where the default warns.
-        nonfinite: `"raise"` raises `NonFiniteError` if any entry of the batch has infinite or nan
-            inputs. `"report"` solves the other entries, as if these were not there: their values
-            are nan, `converged` is false, and their gradients are zero.
-
-    >>> import torch, pmaf
-    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
-    >>> solution = pmaf.solve(problem)
-    >>> solution.value, solution.multiplier, solution.converged
-    (tensor([0.6000, 0.8000]), tensor(4.), tensor(True))
-    """
-    _require_problem(problem, "run")
-    options: dict[str, Any] = {"init": init, "report": True, "throw": throw}
-    rules, run = (solver or Auto(), gradient or Implicit()), problem.run
-    if nonfinite not in ("raise", "report"):
-        raise ValueError(f'nonfinite must be "raise" or "report"; got {nonfinite!r}')
-    if nonfinite == "report":
-        run = getattr(problem, "run_finite", None)
-        if run is None:
-            raise TypeError(f'nonfinite="report" is not for {type(problem).__name__}')
-    if torch.compiler.is_compiling():
-        return run(*rules, **options)
-    with collected() as ways:
-        solution = run(*rules, **options)
-    return replace(solution, method=in_words(solution.method, ways))
-
-
-def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
-    """Check a solution, or any tensor of its shape, independently of how it was found.
-
-    >>> import torch, pmaf
-    >>> problem = pmaf.SphereLeastSquares(torch.eye(2), torch.tensor([3.0, 4.0]))
-    >>> pmaf.certify(problem, torch.tensor([0.6, 0.8])).holds(1e-6)
-    tensor(True)
-    >>> pmaf.certify(problem, torch.tensor([1.0, 0.0])).holds(1e-6)
-    tensor(False)
-    """
-    _require_problem(problem, "certify")
-    value = solution.value if isinstance(solution, Solution) else solution
-    # The solution of `SpectralFunction` for an operator is one.
-    if not isinstance(value, (Tensor, Operator)):
-        raise TypeError(
-            "solution must be what pmaf.solve returns, or a tensor such as the vectors of "
-            f"pmaf.ied; got {type(value).__name__}"
-        )
-    return problem.certify(value)
-
-
-def _require_problem(problem: object, method: str) -> None:
-    """`problem` is one, and not its matrix, its class, or its solution; nor is this a trace."""
-    refuse_trace()
-    if isinstance(problem, type) or not callable(getattr(problem, method, None)):
-        got = (
-            f"the class {problem.__name__}" if isinstance(problem, type) else type(problem).__name__
-        )
-        raise TypeError(
-            f"problem must be an instance of a pmaf.Problem; got {got}; pass for example "
-            "pmaf.PrincipalEigenvectors(A) or pmaf.SphereLeastSquares(A, b)"
-        )
-
-
 def announce(outcome: Outcome, solver: Solver, throw: bool, advice: str | None = None) -> None:
     """Warn, or raise, if any entry stopped before its own rule was met.
 
@@ -228,7 +149,7 @@ def announce(outcome: Outcome, solver: Solver, throw: bool, advice: str | None =
 
 def require_rules(problem: Any, solver: object, gradient: object) -> None:
     """The solver and the gradient rule suit the problem, and each other."""
-    target = (problem.general or type(problem)).__name__
+    target = type(problem).__name__
 
     def suits(kind: type[Solver] | type[Gradient] | Solver | Gradient) -> bool:
         return any(has_form(problem, form) for form in kind.solves)

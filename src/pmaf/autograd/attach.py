@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf.autograd.eager import attach_eagerly, find
+from pmaf.autograd.eager import attach_eagerly, find_in_range
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
-from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.saved import restored, save
 from pmaf.runtime.text import decode, encode
@@ -76,11 +75,7 @@ def _solve_op(
 ) -> tuple[Tensor, ...]:
     method: Solver = decode(solver)
     posed = decode(problem).with_tensors(*_given(first, second))
-    try:
-        outcome = find(posed, init, method, report, throw)
-    except OutOfRangeError as found:
-        outcome = find(posed.divided(found.unit), init, method, report, throw)
-        outcome = posed.multiplied(outcome, found.unit)
+    outcome = find_in_range(posed, init, method, report, throw)
     return _owned(outcome, method.keeps(posed))
 
 
@@ -110,7 +105,7 @@ def _solve_fake(
     throw: bool,
 ) -> tuple[Tensor, ...]:
     posed = decode(problem).with_tensors(*_given(first, second))
-    batch, n, vectors = posed.batch_shape, posed.n, posed.vectors
+    batch, n, vectors = posed.batch_shape, posed.length, posed.vectors
     row = first.new_empty(batch)
     kind = decode(solver).keeps(posed)
     held: list[Tensor] = []

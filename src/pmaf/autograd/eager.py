@@ -15,7 +15,9 @@ from pmaf import errors
 from pmaf.autograd.node import Saved, attach_solved
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.base import Reverse
+from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.native import Gradients
+from pmaf.reductions.units import Units
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.threads import OneThread
@@ -31,10 +33,23 @@ def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw:
     if init is not None:
         errors.require_finite(init=(init, problem.start_dims))
     with full_precision(first.device), OneThread(first):
-        outcome = problem.finished(problem.solved_by(solver, init, report))
+        outcome = problem.solved_by(solver, init, report)
     if problem.may_fail(solver):
         announce(outcome, solver, throw, problem.advice(solver))
     return outcome
+
+
+def find_in_range(
+    problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool
+) -> Outcome:
+    """The same in other units where squares leave the range; nothing of it is differentiated."""
+    try:
+        return find(problem, init, solver, report, throw)
+    except OutOfRangeError as error:
+        units, names = Units(problem, error.unit), tuple(problem.inputs)
+        posed = units.apply({**dict(zip(names, problem.tensors)), "init": init})
+        start = posed.pop("init")
+        return units.outcome(find(problem.changed(**posed), start, solver, report, throw))
 
 
 def attach_eagerly(

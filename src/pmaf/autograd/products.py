@@ -27,7 +27,6 @@ def attach_products(
     fixed = problem.with_flat([x.detach() for x in tensors])
     with torch.no_grad(), full_precision(problem.device):
         outcome, seen = fixed.solved_by_products(solver, init)
-        outcome = fixed.finished(outcome)
     announce(outcome, solver, throw)
     pull = _ByProducts(fixed, seen, solver)
     value, multiplier = attach_solved(pull, (outcome.value, outcome.multiplier), (), *tensors)

@@ -11,10 +11,9 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import IMPLICIT, Executor, records
+from pmaf.executors.base import Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
-from pmaf.solvers.auto import AUTO
 from pmaf.tangent.kept import Exact, Kept
 
 
@@ -75,12 +74,12 @@ class DecomposedLeastSquares(Executor):
     Units and coordinates belong to the kernels, in both passes.
 
     Args:
-        problem: makes the problem of tensors in the order of `_SLOTS`; it is solved again for
-            whatever is not a first derivative.
+        again: solves the problem of a start and of tensors in the order of `_SLOTS` by solvers,
+            for whatever is not a first derivative.
     """
 
-    def __init__(self, problem: Callable[..., Any], plan: native.Posed, dims: int) -> None:
-        super().__init__(problem, _SLOTS, "less: decomposition, compiled")
+    def __init__(self, again: Callable[..., Tensor], plan: native.Posed, dims: int) -> None:
+        super().__init__(again, _SLOTS, "less: decomposition, compiled")
         self.plan, self.dims = plan, (2, 1, 1, 0, dims)
 
     @property
@@ -138,8 +137,7 @@ class DecomposedLeastSquares(Executor):
                 for x, need in zip(tensors, needs)
             ]
         with torch.enable_grad():
-            posed = self.problem(*tensors)
-            u = posed.run(AUTO, IMPLICIT, init=y.detach(), report=False).value
+            u = self.problem(y.detach(), *tensors)
             wanted = [x for x, need in zip(tensors, needs) if x is not None and need]
             found = torch.autograd.grad(u, wanted, v, create_graph=recorded, allow_unused=True)
         left = iter(found)

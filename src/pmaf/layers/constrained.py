@@ -1,37 +1,30 @@
-"""Options of least squares: a ball, an ellipsoid, weights, a radius that gets a gradient.
-
-An ellipsoid `uᵀMu = ρ²` is a sphere in other coordinates: with `M = LLᵀ`, `u = ρL⁻ᵀw` for a unit
-vector `w`, which solves the problem of `AL⁻ᵀ` and `b/ρ`. Solvers work in these coordinates, and the
-coordinates are fixed: `L` is not differentiated, because a factor of an ill-conditioned `M` has a
-derivative in which large numbers cancel. In fixed coordinates the constraint is `wᵀM′w = ρ′²` with
-`M′ = L⁻¹ML⁻ᵀ` and `ρ′`, whose values are the identity and one, and which are differentiated.
-"""
+"""Weighted least squares on an ellipsoid or in it, in the coordinates of `reductions/sphere.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf.autograd.forward_mode import STEPS
-from pmaf.certificate import certify_minimum
-from pmaf.gradients import Gradient, Implicit
+from pmaf.certificate import certify_minimum_by_products
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, weighted_gradients
 from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
-from pmaf.layers.least_squares import SphereLeastSquares, column, in_range, normal_product
+from pmaf.layers.least_squares import SphereLeastSquares, normal_product
 from pmaf.linalg import sphere
 from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
-from pmaf.linalg.roundings import ROUNDED, power_of_two, rank_tolerance, times_power
+from pmaf.linalg.roundings import ROUNDED, rank_tolerance
 from pmaf.operators import Operator
-from pmaf.operators.coordinates import Coordinates, InCoordinates, WithRowFactors, in_dtype
+from pmaf.operators.coordinates import WithRowFactors
 from pmaf.operators.rows import Rows, rows_of
-from pmaf.problem import Problem, as_solution
+from pmaf.problem import Problem
+from pmaf.reductions.base import Reduction, Tensors
 from pmaf.runtime import ranks
-from pmaf.solution import Certificate, Solution
+from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR, best_minimum
 from pmaf.solvers.base import Outcome
@@ -73,7 +66,7 @@ class ConstrainedLeastSquares(Problem):
         return Layout(self.weighted, self.resized)
 
     @property
-    def parts(self) -> Parts:
+    def parts_of(self) -> Parts:
         return self.layout.split(*self.tensors)
 
     @property
@@ -96,7 +89,7 @@ class ConstrainedLeastSquares(Problem):
     def curvature(self, rows: Tensor) -> Tensor:
         if isinstance(self.A, Operator):
             return normal_product(self.A, self.given_sides(self.sides)[1], rows)
-        return normal_product(self.parts.A, self.parts.weights, rows)
+        return normal_product(self.parts_of.A, self.parts_of.weights, rows)
 
     def given_sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
         """`b` and the weights."""
@@ -109,26 +102,12 @@ class ConstrainedLeastSquares(Problem):
         return SECULAR
 
     def multiplier_at(self, u: Tensor) -> Tensor:
-        found, radius = super().multiplier_at(u), self.parts.radius
+        found, radius = super().multiplier_at(u), self.parts_of.radius
         found = found if radius is None else found / radius.square()
         return torch.where(sphere.reaches(u), found, 0) if self.ball else found
 
-    def _run(
-        self, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
-    ) -> Outcome:
-        if not isinstance(gradient, Implicit):
-            raise TypeError(
-                f"gradient={gradient!r} is for spheres without a tensor for radius, ball=True, M "
-                "or weights; use gradient=Implicit()"
-            )
-        if self.ball and not isinstance(solver.resolve(self), Secular):
-            raise TypeError(
-                f"solver={solver!r} does not solve problems with ball=True; use Auto() or Secular()"
-            )
-        return super()._run(solver, gradient, init, report, throw)
-
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        A, _, b, weights, _ = self.parts
+        A, _, b, weights, _ = self.parts_of
         A, b = scaled(A, b, weights)
         if not isinstance(solver, Secular):
             return solver.solve(SphereLeastSquares(A, b), init=init, report=report)
@@ -150,6 +129,18 @@ class ConstrainedLeastSquares(Problem):
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         return constrained_gradients(self.layout, self.ball, given)
 
+    @torch.no_grad()
+    def certified(self, value: Tensor) -> Certificate:
+        if self.operator is not None:
+            certify = certify_ball_by_products if self.ball else certify_minimum_by_products
+            return certify(self, value)
+        A, b = scaled(self.parts_of.A, self.parts_of.b, self.parts_of.weights)
+        rows = SphereLeastSquares(A, b)
+        if not self.ball:
+            return rows.certified(value)
+        dtype = torch.float32 if self.single else torch.float64
+        return certify_ball(rows, value, dtype)
+
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
@@ -160,7 +151,7 @@ class ConstrainedLeastSquares(Problem):
         point = Point(found.multiplier, found.gap, *found.basis, acts)
         correct = TangentSolver(*found.basis, found.gap, y)
         mask, singular = acts.unsqueeze(-1), point.singular.unsqueeze(-1)
-        radius = self.parts.radius
+        radius = self.parts_of.radius
 
         def least_norm(u: Tensor) -> Tensor:
             """A point of the range of the curvature, where minimisers of least norm are."""
@@ -192,123 +183,18 @@ class ConstrainedLeastSquares(Problem):
         return step
 
 
-@SphereLeastSquares.case(lambda x: x.has_options and not x.A.dtype.is_complex)
-@dataclass(frozen=True, eq=False)
-class LeastSquaresWithOptions(SphereLeastSquares):
-    """`SphereLeastSquares` with a ball, an ellipsoid, weights or a tensor for the radius."""
+class Stacked(Reduction):
+    """The tensors of weighted least squares as the two of a solve."""
 
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        found = posed(self)
-
-        def finish(outcome: Outcome) -> Solution:
-            return replace(
-                as_solution(outcome),
-                value=found.back(outcome.value),
-                multiplier=found.unscaled(outcome.multiplier),
-                residual=outcome.residual.to(self.dtype),
-                gap=found.unscaled(outcome.gap),
-            )
-
-        start = None if init is None else found.of_vector(init)
-        return self._unit(found), start, finish
-
-    def _unit(self, found: Posed) -> Any:
-        """The problem that solvers take, on the unit sphere or in the unit ball."""
-        A, _, b, weights, radius = found.parts
-        layout = Layout(weights is not None, radius is not None)
-        if self.operator is None:
-            A, sides = layout.stack(found.parts)
-        elif self.ball or weights is not None:
-            b = b.expand(*self.batch_shape, -1)
-            sides = layout.stack(found.parts._replace(b=b))[1]
+    def apply(self, given: Tensors) -> Tensors:
+        names = ("A", "M", "b", "weights", "radius")
+        parts = Parts(*(given[name] for name in names))
+        A, layout = parts.A, Layout(parts.weights is not None, parts.radius is not None)
+        if isinstance(A, Operator):
+            sides = layout.stack(parts._replace(A=parts.b.unsqueeze(-1)))[1]
         else:
-            return SphereLeastSquares(A, b.expand(*self.batch_shape, -1))
-        single = self.dtype != torch.float64
-        return ConstrainedLeastSquares(A, sides, self.ball, layout.weighted, layout.resized, single)
-
-    @torch.no_grad()
-    def certified(self, value: Tensor) -> Certificate:
-        found = posed(self)
-        w = found.of_vector(value)
-        if self.operator is not None:
-            unit = self._unit(found)
-            return certify_ball_by_products(unit, w) if self.ball else unit.certify(w)
-        A, b = scaled(found.parts.A, found.parts.b, found.parts.weights)
-        rows = SphereLeastSquares(A, b)
-        return certify_ball(rows, w, self.dtype) if self.ball else certify_minimum(rows, w)
-
-
-class Posed(NamedTuple):
-    """A problem in the coordinates in which its constraint is the unit sphere or ball."""
-
-    parts: Parts  # with `M` and the radius in these coordinates; `A` may be an operator
-    exponents: Tensor | None  # of powers of two that multiplier and gap are multiplied by
-    coordinates: Coordinates | None
-    radius: float | Tensor
-    dtype: torch.dtype  # of the user
-
-    def back(self, w: Tensor) -> Tensor:
-        """The vector of the user's problem, in its dtype."""
-        u = w if self.coordinates is None else self.coordinates.back(w)
-        return (column(self.radius) * u).to(self.dtype)
-
-    def unscaled(self, x: Tensor) -> Tensor:
-        """A multiplier or a gap in the units of the user's problem, in its dtype."""
-        return (x if self.exponents is None else times_power(x, self.exponents)).to(self.dtype)
-
-    def of_vector(self, u: Tensor) -> Tensor:
-        """The vector of the unit sphere or ball that `back` takes to `u`."""
-        u = u.to(self.parts.b.dtype)
-        u = u if self.coordinates is None else self.coordinates.of_vector(u)
-        return u / column(self.radius)
-
-
-def working_dtype(A: Any) -> torch.dtype:
-    """The dtype to compute in: float64, except for operators, and on devices that have none."""
-    if isinstance(A, Operator) or A.device.type == "mps":
-        return torch.float64 if A.dtype == torch.float64 else torch.float32
-    return torch.float64
-
-
-def posed(problem: SphereLeastSquares) -> Posed:
-    """Change coordinates and units; differentiable."""
-    A, b, M, weights, radius = (
-        problem.A,
-        problem.b,
-        problem.M,
-        problem.weights,
-        problem.radius,
-    )
-    dtype = working_dtype(A)
-    b, weights = b.to(dtype), None if weights is None else weights.to(dtype)
-    radius = radius.to(dtype) if isinstance(radius, Tensor) else radius
-    M = None if M is None else in_dtype(M, dtype)
-    exponents = size = coordinates = within = None
-    if isinstance(A, Operator):
-        # Tensors of the embedding of a complex operator are complex.
-        kinds = (dtype.to_complex() if x.is_complex() else dtype for x in A.tensors)
-        A = A.with_tensors([x.to(kind) for x, kind in zip(A.tensors, kinds)])
-        if M is not None:
-            coordinates = Coordinates.of(M)
-            A = InCoordinates(A, coordinates)
-        b = b / column(radius)
-    else:
-        A = A.to(dtype)
-        if M is not None:
-            coordinates = Coordinates.of(M, fixed=True)
-            within = coordinates.of_metric(M)
-            A = coordinates.of_matrix(A)
-        if isinstance(radius, Tensor):
-            fixed = radius.detach()
-            size, radius = 1 + (radius - fixed) / fixed, fixed
-        A, b, exponents = in_range(A, b, radius, always=True)
-    if weights is not None:
-        power = power_of_two(weights.detach().amax(-1)).log2()
-        weights = times_power(weights, -power.unsqueeze(-1))
-        exponents = power if exponents is None else exponents + power
-    return Posed(Parts(A, within, b, weights, size), exponents, coordinates, radius, problem.dtype)
+            A, sides = layout.stack(parts)
+        return {**given, "A": A, "sides": sides}
 
 
 def certify_ball(rows: Any, w: Tensor, dtype: torch.dtype) -> Certificate:

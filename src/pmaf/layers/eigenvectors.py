@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,24 +20,30 @@ from pmaf.gradients.eigenvectors import (
     general_newton,
     symmetric_newton,
 )
-from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
-from pmaf.linalg.products import norm, symmetric_part
+from pmaf.linalg.embedding import (
+    complex_rows,
+    independent,
+    means,
+    paired_rows,
+    real_matrix,
+    real_rows,
+)
+from pmaf.linalg.products import broadcast, norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
 from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.operators.base import Operator
+from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
-from pmaf.problem import Problem, in_dtype
-from pmaf.runtime import ranks
+from pmaf.problem import Problem
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.runtime.ranks import whole
-from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Reduction, Solver
+from pmaf.solution import Certificate
+from pmaf.solvers import Adaptive, Krylov, Reduction, Solver
 from pmaf.solvers.auto import DENSE, best_eigenvectors
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import Decomposition, Kept, Nothing, Tridiagonal
+from pmaf.tangent.kept import NOTHING, Decomposition, Kept, Nothing, Tridiagonal
 
 
 class Eigenpairs(NamedTuple):
@@ -104,6 +109,8 @@ class PrincipalEigenvectors(Problem):
             vector of a Laplacian.
         M: `(*, n, n)`, symmetric positive definite, for pairs `Ay = λMy` with `yᵀMy = 1`: a
             tensor or an operator; None for the identity.
+        copies: set by the library: how often each eigenvalue occurs by construction, twice in the
+            embedding of a complex matrix.
 
     >>> import torch, pmaf
     >>> A = torch.diag(torch.tensor([3.0, 2.5, 1.0]))
@@ -120,11 +127,13 @@ class PrincipalEigenvectors(Problem):
     skip: int = 0
     M: Any = None
 
+    copies: int = field(default=1, repr=False)
+
     inputs: ClassVar[dict[str, int]] = {"A": 2}
+    options = ("k", "largest", "symmetric", "descending", "skip")
     compared: ClassVar[bool] = False
     form: ClassVar[type] = Eigenvectors
     degree: ClassVar[int | None] = 1
-    copies: ClassVar[int] = 1  # how often each eigenvalue occurs by construction
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "descending", requested_first(self.descending, self.largest))
@@ -152,9 +161,8 @@ class PrincipalEigenvectors(Problem):
                 "largest=False needs symmetric=True: the eigenvalues of a general matrix are "
                 "ordered by modulus, and the smallest is the dominant one of the inverse"
             )
-        # What the library poses itself, it has made symmetric, or looked at before.
-        given = type(self) is PrincipalEigenvectors and self.symmetric
-        if given and isinstance(A, (Tensor, Matrix)):
+        # An embedding has been looked at before.
+        if self.copies == 1 and self.symmetric and isinstance(A, (Tensor, Matrix)):
             look_at_symmetry(A if isinstance(A, Tensor) else A.A)
         if self.M is not None:
             self._require_metric()
@@ -197,6 +205,27 @@ class PrincipalEigenvectors(Problem):
         errors.require_broadcast("A", A.shape[:-2], "M", M.shape[:-2])
 
     @property
+    def named(self) -> dict[str, Any]:
+        return {"A": self.A, "M": self.M, "reference": self.reference}
+
+    def parts(self) -> dict[str, tuple[Tensor, int]]:
+        found: dict[str, tuple[Tensor, int]] = {"A": (self.matrix, 2)}
+        if self.M is not None:
+            found["M"] = (self.M.d, 1) if isinstance(self.M, Diagonal) else (self.M, 2)
+        if isinstance(self.reference, Tensor):
+            found["reference"] = self.reference, self.dims_of(self.reference)
+        return found
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return (self.A,) if self.M is None else (self.A, self.M)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        batch = self.A.shape[:-2]
+        return batch if self.M is None else broadcast(batch, self.M.shape[:-2])
+
+    @property
     def count(self) -> int:
         """Number of requested eigenvectors."""
         return 1 if self.k is None else self.k
@@ -220,7 +249,7 @@ class PrincipalEigenvectors(Problem):
         return 2
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         several = () if self.k is None else (self.k,)
         return (*self.batch_shape, self.n, *several), (*self.batch_shape, *several)
 
@@ -248,7 +277,8 @@ class PrincipalEigenvectors(Problem):
         return rest / torch.where(size == 0, torch.ones_like(size), size)
 
     def best_solver(self) -> Solver:
-        return best_eigenvectors(self)
+        one = self.copies == 2 and self.width == 2
+        return best_eigenvectors(self.changed(k=1, skip=0) if one else self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues in float64, or by products if `A` is an operator.
@@ -287,6 +317,8 @@ class PrincipalEigenvectors(Problem):
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
+        if given.tensors[0].is_complex():
+            return embedded_gradients(self, given)
         (A,), y, state, rule, v, d_multiplier, _ = given
         if not self.largest:  # the largest of −A
             A, state = -A, state._replace(shift=-state.shift)
@@ -302,45 +334,31 @@ class PrincipalEigenvectors(Problem):
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        if self.single:
-            rows, values = found.value.unsqueeze(-2), found.multiplier.unsqueeze(-1)
-            found = found._replace(value=rows, multiplier=values)
         newton = symmetric_newton if self.symmetric else general_newton
-        step = newton(self.matrix, fixed.matrix, found)
-        return step if not self.single else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
+        return newton(self.matrix, fixed.matrix, found)
 
     def multiplier_at(self, u: Tensor) -> Tensor:
-        rows = u.unsqueeze(-2) if self.single else u
-        image = rows @ (symmetric_part(self.matrix) if self.symmetric else self.matrix.mT)
-        values = (image * rows).sum(-1)
-        return values.squeeze(-1) if self.single else values
+        image = u @ (symmetric_part(self.matrix) if self.symmetric else self.matrix.mT)
+        return (image * u).sum(-1)
 
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return eigenvector_gradients(self, given)
 
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        problem, init, _ = super().reduced(self.columns(init), solver)
-        self.require_reference()
-        if not (self.largest and self.descending and self.reference is None):
-            # The smallest eigenvalues are the largest of −A, in the opposite order.
-            A = problem.A if self.largest else -problem.A
-            problem = self.changed(A=A, largest=True, descending=True, reference=None)
-        return problem, init, lambda outcome: in_dtype(self.dtype, self.present(outcome))
-
-    def columns(self, vectors: Tensor | None) -> Any:
-        """A start or a solution as columns, `(*, n, k)`, or `(*, n, 1)`."""
-        if vectors is None or self.dims_of(vectors) == 2:
-            return vectors
-        return vectors.unsqueeze(-1)
-
-    def require_reference(self) -> None:
-        """Raise an error if the reference for an operator is not finite, on all ranks or none."""
-        if isinstance(self.A, Operator) and isinstance(self.reference, Tensor):
-            errors.require_finite(reference=(ranks.whole(self.reference), 1))
-
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        if self.copies == 1:
+            return self._searched(solver, init, report)
+        # One vector of a pair gives the other. But a search has to find both, to tell the next
+        # eigenvalue from the second copy of the first.
+        search = isinstance(solver, Krylov)
+        search = search or (isinstance(solver, Adaptive) and self.n > COMPILED_ROWS)
+        alone = self if self.width > 2 or search else self.changed(k=1, skip=0)
+        return in_pairs(alone._searched(solver, init, report), self.width)
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        outcome, seen = super().solved_by_products(solver, init)
+        return outcome if self.copies == 1 else in_pairs(outcome, self.width), seen
+
+    def _searched(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A = self.matrix
         # torch's own derivative of a recorded decomposition may over- or underflow.
         recorded = torch.is_grad_enabled() and A.requires_grad
@@ -359,63 +377,16 @@ class PrincipalEigenvectors(Problem):
             blame_range(A)
         return outcome
 
-    def finished(self, outcome: Outcome) -> Outcome:
-        if not self.single:
-            return outcome
-        # The sign is chosen and the dimension dropped here, where autograd does not record: that
-        # saves two nodes of the graph.
-        y = outcome.value.squeeze(-2)
-        value = y * sphere.signs(self.directions(y)).unsqueeze(-1)
-        return outcome._replace(value=value, multiplier=outcome.multiplier.squeeze(-1).clone())
+    def columns(self, vectors: Tensor) -> Tensor:
+        return vectors.unsqueeze(-1) if self.k is None else vectors
 
-    def present(self, outcome: Outcome) -> Solution:
-        """An outcome for `A`, or `−A` if the smallest are asked for, as the user sees it."""
-        vectors, values, residual, gap, iterations, converged = outcome.tensors
-        # New tensors, not views: a user may write into what a layer returns.
-        if self.skip:
-            vectors, values = vectors[..., self.skip :, :], values[..., self.skip :]
-        if self.k is not None:
-            signs = self.signs(vectors, self.flipped)
-            if self.flipped:
-                values, vectors, signs = values.flip(-1), vectors.flip(-2), signs.flip(-1)
-            vectors = vectors.mT * signs.unsqueeze(-2)
-            values = values.clone()
-        elif self.skip:
-            signs = self.signs(vectors, False)
-            vectors, values = (vectors * signs.unsqueeze(-1)).squeeze(-2), values.squeeze(-1)
-        elif self.reference is not None:
-            vectors = vectors * self.signs(vectors.unsqueeze(-2), False)
-        values = values if self.largest else -values
-        reported = residual, gap, iterations, converged
-        return Solution(vectors, values, *reported, method=outcome.method)
+    def found(self, value: Tensor, multiplier: Tensor) -> tuple[Tensor, ...]:
+        return value.mT, multiplier
 
     @property
     def flipped(self) -> bool:
         """Whether the requested order is the reverse of that of the solvers."""
         return self.descending != self.largest and self.count > 1
-
-    def signs(self, rows: Tensor, flipped: bool) -> Tensor:
-        """The sign for each row, `(*, k)`, of vectors in the requested order or its reverse."""
-        return sphere.signs(self.directions(rows), self.reference_rows(rows, flipped))
-
-    def reference_rows(self, like: Tensor, flipped: bool) -> Any:
-        """The reference; a tensor as rows of the dtype of `like`, in this order or its reverse."""
-        reference = self.reference
-        if not isinstance(reference, Tensor):
-            return reference
-        reference = whole(reference.detach()).to(like)
-        if not self.has_columns(reference):
-            return reference.unsqueeze(-2)
-        return reference.mT.flip(-2) if flipped else reference.mT
-
-    def directions(self, rows: Tensor) -> Tensor:
-        """Unit vectors in the directions of rows that a solver has found."""
-        return rows
-
-    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        if not isinstance(self.reference, Tensor):
-            return {}
-        return {"reference": (self.reference, self.dims_of(self.reference))}
 
     def dims_of(self, vectors: Tensor | None) -> int:
         return 2 if vectors is not None and self.has_columns(vectors) else 1
@@ -449,6 +420,58 @@ class PrincipalEigenvectors(Problem):
             errors.require_finite(**{name: (reference, 2 if block else 1)})
 
 
+def embedded_gradients(problem: Any, given: Reverse) -> tuple[Tensor | None, ...]:
+    """Gradients of complex matrices, for vectors as rows that kernels have found.
+
+    Kernels differentiate once. Other derivatives are those of the embedding: the default phase
+    makes the sum of `y` real, so that an incoming gradient `v` counts as `v + i·Im(vᴴy)/Σy`, which
+    is orthogonal to `iy`.
+    """
+    y, v, d = given.y, given.v, given.d_multiplier
+    posed = problem.changed(k=2 * y.shape[-2], skip=0, copies=2)
+    embedding: Any = torch.func.vjp(lambda *x: tuple(map(real_matrix, x)), *given.tensors)
+    tensors, pull = embedding
+    if v is not None:
+        turn = (v.conj() * y).sum(-1, keepdim=True).imag / y.sum(-1, keepdim=True).real
+        v = real_rows(v + torch.complex(torch.zeros_like(turn), turn))
+        v = torch.stack([v, torch.zeros_like(v)], -2).flatten(-3, -2)
+    if d is not None:
+        d = torch.stack([d, torch.zeros_like(d)], -1).flatten(-2)
+    shift = given.state.shift.repeat_interleave(2, -1)
+    found = posed.gradients(
+        given._replace(
+            tensors=tensors,
+            y=paired_rows(y),
+            state=given.state._replace(shift=shift, kept=NOTHING),
+            v=v,
+            d_multiplier=d,
+        )
+    )
+    zeros = (torch.zeros_like(x) if dx is None else dx for x, dx in zip(tensors, found))
+    return tuple(None if dx is None else x for x, dx in zip(pull(tuple(zeros)), found))
+
+
+def in_pairs(outcome: Outcome, width: int) -> Outcome:
+    """The outcome of an embedding in pairs of `y` and `iy`, with exactly equal values.
+
+    Args:
+        width: how many rows are wanted; there may be one alone, which gives the other.
+    """
+    rows, values, kept = outcome.value, outcome.multiplier, outcome.kept
+    if isinstance(kept, Decomposition):
+        # Rounding separates equal eigenvalues; with their mean, they are exactly equal again.
+        equal = means(kept.values).repeat_interleave(2, -1)
+        kept = Decomposition(kept.rows, equal)
+        values = equal.flip(-1)[..., :width]
+    if rows.shape[-2] == 1:
+        y, values = complex_rows(rows), values[..., :1]
+    else:
+        y, values = independent(complex_rows(rows), values), means(values)
+    return outcome._replace(
+        value=paired_rows(y), multiplier=values.repeat_interleave(2, -1), kept=kept
+    )
+
+
 def requested_first(descending: bool | None, largest: bool) -> bool:
     """Whether values descend; None has the requested end first."""
     return largest if descending is None else descending
@@ -456,10 +479,3 @@ def requested_first(descending: bool | None, largest: bool) -> bool:
 
 # The kernels factor the matrix once for each vector.
 COMPILED_VECTORS = 32
-
-
-@functools.lru_cache(maxsize=64)
-def unposed(kind: type[PrincipalEigenvectors], k: int | None, largest: bool) -> Any:
-    """The problem of a default call, without its matrices."""
-    options = {"k": k, "largest": largest, "symmetric": True, "descending": largest, "skip": 0}
-    return kind.read(options)

@@ -3,96 +3,170 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
+from pmaf.autograd.entries import entries
+from pmaf.executors.direct import Direct
 from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
-from pmaf.gradients import Gradient, Implicit
-from pmaf.layers.dense_pairs import HermitianPair, PairedEigenvectors
+from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
     Eigenpairs,
     PrincipalEigenvectors,
     requested_first,
-    unposed,
 )
-from pmaf.layers.hermitian import HermitianEigenvectors
+from pmaf.layers.pairs import Pair
 from pmaf.linalg.roundings import HALF
-from pmaf.operators.base import Operator
+from pmaf.operators.base import Operator, as_operator
 from pmaf.operators.diagonal import Diagonal
-from pmaf.recipe import Recipe, solve_shortly
+from pmaf.operators.matrix import Matrix
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, solve_shortly
 from pmaf.reductions.base import Found, Reduction, Tensors
-from pmaf.reductions.end import End, Sign
-from pmaf.reductions.metric import DenseMetric
+from pmaf.reductions.end import End, Sign, Smallest
+from pmaf.reductions.field import EmbeddedVectors
+from pmaf.reductions.metric import DenseMetric, FactoredMetric, RowMetric
 from pmaf.reductions.precision import Precision
+from pmaf.runtime import ranks
+from pmaf.runtime.log import took
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.auto import are_reduced
 
-# Created at import: constructing a solver serialises it to text, which costs more than a small
-# solve.
-_AUTO, _IMPLICIT = Auto(), Implicit()
 # The constructor of a named tuple is a function of Python, in which this is the only line.
 _named = tuple.__new__
+# Up to this many rows, the entries of an operator M without a solve are formed where A is an
+# operator, too.
+_FORMED = 2048
+
+
+def coordinates(problem: PrincipalEigenvectors) -> tuple[list[Reduction], Any]:
+    """The steps to a problem that solvers take, and this problem without its tensors.
+
+    Vectors are columns there, and there are as many as are asked for, before order and signs.
+    """
+    A, M, k = problem.A, problem.M, problem.count
+    bare = problem.bare().changed(k=k)
+    steps: list[Reduction] = []
+    if A.dtype.is_complex:
+        steps.append(EmbeddedVectors(k, averaged=True))
+        bare = bare.changed(k=2 * k, skip=2 * problem.skip, copies=2)
+        return steps, bare if M is None else _as_pair(bare)
+    if M is None:
+        return steps, bare
+    cut = problem.operator is not None and ranks.mesh_of(*problem.flat) is not None
+    if not cut:
+        if isinstance(M, Matrix):
+            steps.append(RowMetric())
+        elif isinstance(M, Operator) and not isinstance(M, Diagonal):
+            searched = isinstance(A, Operator) and (M.solvable or problem.n > _FORMED)
+            steps += [] if searched else [EntriesOfMetric()]
+        dense = bool(steps) or isinstance(M, (Tensor, Diagonal))
+        if isinstance(A, Operator) and dense:
+            return [*steps, FactoredMetric()], bare
+        if isinstance(M, Diagonal):
+            steps.append(RowMetric())
+        if not isinstance(A, Operator):
+            return steps, _as_pair(bare)
+    return [Operators()], _as_pair(bare)
+
+
+class EntriesOfMetric(Reduction):
+    """An `M` that is known by its products is formed."""
+
+    words = "M by products -> dense M"
+
+    def apply(self, given: Tensors) -> Tensors:
+        took("pairs: entries of M")
+        return {**given, "M": entries(given["M"])}
+
+
+class Operators(Reduction):
+    """Both matrices of a pair as operators."""
+
+    def apply(self, given: Tensors) -> Tensors:
+        return {**given, "A": as_operator(given["A"]), "M": as_operator(given["M"])}
+
+
+def _as_pair(bare: PrincipalEigenvectors) -> Pair:
+    pair = object.__new__(Pair)
+    for field in fields(bare):
+        object.__setattr__(pair, field.name, getattr(bare, field.name))
+    return pair
 
 
 def way_of_eigenvectors(
-    tensors: Tensors,
-    k: int | None,
-    largest: bool,
-    symmetric: bool,
-    descending: bool,
-    skip: int,
-    diagonal: bool,
+    problem: PrincipalEigenvectors, solver: Solver, gradient: Gradient, init: Tensor | None
+) -> Recipe:
+    """The recipe for eigenvectors by solvers."""
+    dtype, M, reference = problem.dtype, problem.M, problem.reference
+    if dtype.is_complex and not isinstance(gradient, Implicit):
+        raise TypeError(
+            f"gradient={gradient!r} needs real eigenvectors, which are unique up to a sign; "
+            "use gradient=Implicit() for a complex matrix"
+        )
+    if M is not None and not isinstance(gradient, (Implicit, Unroll)):
+        raise TypeError(
+            f"gradient={gradient!r} is a rule for one matrix; use Implicit() or Unroll() with M"
+        )
+    single, steps = problem.k is None, []
+    if dtype in HALF:
+        steps.append(Precision(dtype, torch.float32))
+    block = isinstance(reference, Tensor) and problem.has_columns(reference)
+    lone = init is not None and not problem.has_columns(init)
+    steps.append(Sign(single, block, M is None))
+    steps.append(End(problem.skip, problem.flipped, single, lone))
+    more, bare = coordinates(problem)
+    steps += more
+    if not problem.largest:
+        steps.append(Smallest())
+        bare = bare.changed(largest=True)
+    return Recipe(tuple(steps), Direct(bare.changed(descending=True), solver, gradient))
+
+
+def compiled_way_of_eigenvectors(
+    posed: PrincipalEigenvectors, init: Tensor | None
 ) -> Recipe | None:
-    """The recipe for eigenvectors that compiled kernels find, from tensors without numbers."""
-    A, M, reference, init = (tensors[name] for name in ("A", "M", "reference", "init"))
-    metric = Diagonal(M) if diagonal else M
-    posed = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, metric)
-    if init is not None:
-        posed.require_start(init)
+    """The recipe for eigenvectors that compiled kernels find."""
+    A, M, k, reference = posed.matrix, posed.M, posed.k, posed.reference
     steps: list[Reduction] = []
     dtype = A.dtype
     if dtype in HALF:
         steps.append(Precision(dtype, torch.float32))
         dtype = torch.float32
     kernels = native.available and dtype in native.EIGENVECTORS
-    if not (symmetric and kernels and A.numel() > 0):
+    if not (posed.symmetric and kernels and A.numel() > 0):
         return None
     width = None if posed.single else posed.width
     if not are_reduced(width or 1, posed.n) or (width or 1) > COMPILED_VECTORS:
         return None
-    if metric is not None and A.shape != metric.shape:
+    if M is not None and A.shape != M.shape:
         return None
-    if diagonal:
+    if isinstance(M, Diagonal):
         steps.append(DenseMetric())
     if reference is not None:
-        steps.append(
-            Sign(
-                k is None, isinstance(reference, Tensor) and posed.has_columns(reference), M is None
-            )
-        )
-    if skip or posed.flipped:
-        steps.append(End(skip, posed.flipped, k is None))
-    kinds: Any = (
-        (PrincipalEigenvectors, PairedEigenvectors),
-        (HermitianEigenvectors, HermitianPair),
-    )
-    problem = unposed(kinds[dtype.is_complex][M is not None], width, largest)
-    common = functools.partial(_solve_commonly, k=width, largest=largest)
-    executor = (CompiledEigenvectors if M is None else CompiledPairs)(
-        problem, A.shape, dtype, common
-    )
-    return Recipe(tuple(steps), executor)
+        block = isinstance(reference, Tensor) and posed.has_columns(reference)
+        steps.append(Sign(k is None, block, M is None))
+    if posed.skip or posed.flipped:
+        steps.append(End(posed.skip, posed.flipped, k is None))
+    common = functools.partial(_solve_commonly, k=width, largest=posed.largest)
+    bare = posed.bare().changed(k=width, skip=0, descending=posed.largest)
+    if M is None:
+        return Recipe(tuple(steps), CompiledEigenvectors(bare, A.shape, dtype, common))
+    return Recipe(tuple(steps), CompiledPairs(_as_pair(bare), A.shape, dtype, common))
 
 
 def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
-    """Vectors and values by the common path, the requested end first."""
+    """Vectors and values by solvers, the requested end first."""
     problem = PrincipalEigenvectors(tensors["A"], k, largest, M=tensors.get("M"))
-    found = problem.run(_AUTO, _IMPLICIT, report=False)
+    found = run(problem, report=False)
     return found.value, found.multiplier
+
+
+register(PrincipalEigenvectors, way_of_eigenvectors, coordinates, compiled_way_of_eigenvectors)
 
 
 def ied(
@@ -152,10 +226,9 @@ def ied(
     if descending is None:
         descending = largest
     if generator is None:
-        metric, diagonal = (M.d, True) if type(M) is Diagonal else (M, False)
-        given = {"A": A, "M": metric, "reference": reference, "init": init}
-        options = k, largest, symmetric, descending, skip, diagonal
-        found = solve_shortly(way_of_eigenvectors, given, options, solver, gradient)
+        given = {"A": A, "M": M, "reference": reference, "init": init}
+        options = k, largest, symmetric, descending, skip
+        found = solve_shortly(PrincipalEigenvectors, given, options, solver, gradient)
         if found is not None:
             return _named(Eigenpairs, found[::-1])
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
@@ -164,9 +237,7 @@ def ied(
         init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
         init = init.to(problem.A.device, problem.A.dtype)
         init = init[..., 0] if k is None else init
-    solution = problem.run(
-        solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
-    )
+    solution = run(problem, solver or AUTO, gradient or IMPLICIT, init=init, report=False)
     return Eigenpairs(solution.multiplier, solution.value)
 
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf import errors, native
+from pmaf.certificate import certify_minimum, certify_minimum_by_products
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.constrained import compiled_gradients, scaled, times
 from pmaf.gradients.implicit import Implicit
 from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import broadcast, dot, matvec, norm, rmatvec
-from pmaf.linalg.roundings import power_of_two, square_range, times_power
+from pmaf.linalg.roundings import times_power
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator, multiply
-from pmaf.problem import Problem, as_solution, in_dtype
+from pmaf.problem import Problem
+from pmaf.reductions.sphere import column, in_range
+from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.solution import Solution
+from pmaf.solution import Certificate
 from pmaf.solvers import Solver
 from pmaf.solvers.auto import SECULAR, best_least_squares
-from pmaf.solvers.base import LeastSquares, Outcome
+from pmaf.solvers.base import LeastSquares
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Exact, Kept
 
@@ -58,6 +60,7 @@ class SphereLeastSquares(Problem):
     weights: Tensor | None = None
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "b": 1}
+    options = ("ball",)
     compared: ClassVar[bool] = False
     form: ClassVar[type] = LeastSquares
     degree: ClassVar[int | None] = 2
@@ -86,13 +89,21 @@ class SphereLeastSquares(Problem):
 
     @property
     def batch_shape(self) -> torch.Size:
-        # A trace cannot follow super() to a property.
-        shapes = [x.shape[: x.dim() - dims] for x, dims in self.hints().values() if x is not None]
-        return broadcast(self.A.shape[:-2], self.b.shape[:-1], *shapes)
+        shapes = [self.A.shape[:-2], self.b.shape[:-1]]
+        if isinstance(self.radius, Tensor):
+            shapes.append(self.radius.shape)
+        if self.M is not None:
+            shapes.append(self.M.shape[:-2])
+        if self.weights is not None:
+            shapes.append(self.weights.shape[:-1])
+        return broadcast(*shapes)
 
-    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        """The tensors that are options; they get gradients."""
-        found: dict[str, tuple[Tensor | None, int]] = {}
+    @property
+    def named(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("A", "b", "radius", "M", "weights")}
+
+    def parts(self) -> dict[str, tuple[Tensor, int]]:
+        found: dict[str, tuple[Tensor, int]] = {"A": (self.matrix, 2), "b": (self.b, 1)}
         if isinstance(self.radius, Tensor):
             found["radius"] = self.radius, 0
         if self.M is not None:
@@ -100,12 +111,6 @@ class SphereLeastSquares(Problem):
         if self.weights is not None:
             found["weights"] = self.weights, 1
         return found
-
-    def with_parts(self, parts: dict[str, Tensor]) -> Any:
-        diagonal = isinstance(self.M, Diagonal)
-        return super().with_parts(
-            {k: Diagonal(x) if diagonal and k == "M" else x for k, x in parts.items()}  # pyright: ignore
-        )
 
     @property
     def rank(self) -> int:
@@ -147,15 +152,18 @@ class SphereLeastSquares(Problem):
             return self.matrix.new_zeros(self.A.shape[:-2])
         return torch.linalg.svdvals(self.matrix)[..., -1].square()
 
-    def on_the_unit_sphere(self, value: Tensor) -> tuple[Any, Tensor]:
-        value = value / column(self.radius)
+    def certified(self, value: Tensor) -> Certificate:
+        value = ranks.whole(value.detach())
         if isinstance(self.A, Operator):
-            return self.changed(b=self.b / column(self.radius), radius=1.0), value
+            unit = self.changed(b=self.b / column(self.radius), radius=1.0)
+            return certify_minimum_by_products(unit, value / column(self.radius))
+        A, b = (x.detach().double() for x in (self.matrix, self.b))
         # In these units nothing over- or underflows.
-        size = torch.maximum(self.A.abs().amax((-2, -1)), self.b.abs().amax(-1) / self.radius)
+        size = torch.maximum(A.abs().amax((-2, -1)), b.abs().amax(-1) / self.radius)
         unit = torch.where(size > 0, size, torch.ones_like(size))
-        A, b = self.A / unit[..., None, None], self.b / (unit * self.radius).unsqueeze(-1)
-        return self.changed(A=A, b=b, radius=1.0), value
+        A, b = A / unit[..., None, None], b / (unit * self.radius).unsqueeze(-1)
+        unit = self.changed(A=A, b=b, radius=1.0)
+        return certify_minimum(unit, value.double() / column(self.radius))
 
     def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
         top = torch.linalg.matrix_norm(self.matrix, 2).square()
@@ -238,117 +246,12 @@ class SphereLeastSquares(Problem):
     def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
         return least_squares_gradients(self, given)
 
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        problem, init, _ = super().reduced(init, solver)
-        A, b, exponents, radius = problem.A, problem.b, None, self.radius
-        assert not isinstance(radius, Tensor)
-        # On the sphere of radius ρ, u = ρw with w the solution for (A, b/ρ) on the unit sphere;
-        # multiplier and gap are the same. So solvers work on the unit sphere only.
-        if isinstance(A, Operator):
-            b = b.expand(*self.batch_shape, -1)
-            b = b if radius == 1 else b / radius
-        else:
-            # The kernels compute in double precision, in which no square of a float overflows.
-            if radius != 1 or not solver.resolve(self).takes_any_scale(problem):
-                A, b, exponents = in_range(A, b, radius)
-        unit = self.changed(A=A, b=b, radius=1.0)
-
-        def finish(outcome: Outcome) -> Solution:
-            if exponents is not None:
-                outcome = outcome._replace(
-                    multiplier=times_power(outcome.multiplier, exponents),
-                    gap=times_power(outcome.gap, exponents),
-                )
-            found = as_solution(outcome)
-            # A user may write into this tensor, but not into that kept for the backward pass.
-            if radius != 1 or isinstance(A, Operator):
-                found = replace(found, value=radius * found.value)
-            return in_dtype(self.dtype, found)
-
-        return unit, init, finish
-
-    def _empty(self) -> Solution:
-        found = super()._empty()
-        zero = sum(x.sum() for x, _ in self.hints().values() if x is not None)
-        return replace(found, value=found.value + zero, multiplier=found.multiplier + zero)
-
-
-def in_range(
-    A: Tensor, b: Tensor, radius: float | Tensor, always: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`A` and `b/radius` divided by powers of two, and the exponents `(*,)` of multipliers.
-
-    If everything is in range, `b` is only divided by the radius, and the exponents are None,
-    unless `always` asks for entries of `A` of about one.
-    """
-    low, high = square_range(A.dtype)
-    one = not isinstance(radius, Tensor) and radius == 1
-    quotient = b if one else b / column(radius)
-    sizes = torch.linalg.vector_norm(A.detach(), dim=(-2, -1))
-    eager = plain(A) and plain(b)
-    if eager:
-        (least, most), (bottom, top) = sizes.aminmax(), quotient.detach().aminmax()
-        if (
-            not always
-            and low < float(least)
-            and float(most) < high
-            and -high < float(bottom)
-            and float(top) < high
-        ):
-            return A, quotient, None
-        errors.require_finite(A=(A, 2), b=(b, 1))
-    unit = _exponent(A.detach().abs().amax((-2, -1)))
-    mantissa, power = _mantissa(radius)
-    largest = b.detach().abs().amax(-1)
-    # If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional
-    # to it. So b is divided until its squares do not overflow; a b of zero has no size to divide.
-    length = _exponent(largest) - power
-    excess = (length - unit - _span(A.dtype)).clamp_min(0)
-    excess = torch.where(largest > 0, excess, 0)
-    if not always:
-        # A problem that is in range stays as it is beside one that is not, and a trace cannot
-        # branch on whether anything is. The units for A must come from A alone, since many
-        # problems may share it.
-        inside = (sizes > low) & (sizes < high)
-        unit = torch.where(inside, 0, unit)
-        excess = torch.where(inside & (quotient.detach().abs().amax(-1) < high), 0, excess)
-    return (
-        times_power(A, -unit[..., None, None]),
-        times_power(b / column(mantissa), -(unit + excess + power).unsqueeze(-1)),
-        2 * unit + excess,
-    )
-
-
-def _mantissa(radius: float | Tensor) -> tuple[float | Tensor, int | Tensor]:
-    """The radius divided by a power of two, and its exponent."""
-    if not isinstance(radius, Tensor):
-        return math.frexp(radius)
-    power = _exponent(radius.detach())
-    return times_power(radius, -power), power
-
-
-def _exponent(size: Tensor) -> Tensor:
-    """The exponent of the power of two below each size; zero for zero."""
-    return power_of_two(size).log2()
-
-
-def _span(dtype: torch.dtype) -> float:
-    """The largest `log₂(‖b‖/‖A‖)` at which `AᵀA` is not yet lost in rounding of the multiplier."""
-    return -1.25 * math.log2(torch.finfo(dtype).eps)
-
 
 def normal_product(A: Tensor | Operator, weights: Tensor | None, rows: Tensor) -> Tensor:
     """`AᵀWA` times rows `(*, p, n)`."""
     images = A.over_batch(A.matvec, rows) if isinstance(A, Operator) else rows @ A.mT
     images = images if weights is None else images * weights.unsqueeze(-2)
     return A.over_batch(A.rmatvec, images) if isinstance(A, Operator) else images @ A
-
-
-def column(radius: float | Tensor) -> float | Tensor:
-    """The radius as a factor of vectors `(*, n)`."""
-    return radius.unsqueeze(-1) if isinstance(radius, Tensor) else radius
 
 
 # Arguments.

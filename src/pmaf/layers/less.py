@@ -9,32 +9,79 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
+from pmaf.executors.direct import Direct
 from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSquares
 from pmaf.gradients import Gradient, Implicit
+from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
 from pmaf.layers.least_squares import SphereLeastSquares
 from pmaf.linalg.roundings import HALF
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator
-from pmaf.recipe import Recipe, solve_shortly
-from pmaf.reductions.base import Reduction, Tensors
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, solve_shortly
+from pmaf.reductions.base import Reduction
+from pmaf.reductions.field import EmbeddedLeastSquares
+from pmaf.reductions.metric import VectorMetric
 from pmaf.reductions.precision import Precision
-from pmaf.reductions.radius import Radius
-from pmaf.solvers import Auto, Solver
+from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
+from pmaf.solvers import Auto, Secular, Solver
 from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
 
-# Created at import: constructing a solver serialises it to text, which costs more than a small
-# solve.
-_AUTO, _IMPLICIT = Auto(), Implicit()
+# The problem of solvers, on the unit sphere, without its tensors.
+_UNIT: Any = SphereLeastSquares.read({"radius": 1.0, "ball": False})
 
 
-def way_of_least_squares(tensors: Tensors, ball: bool, diagonal: bool) -> Recipe | None:
-    """The recipe for least squares that compiled kernels solve, from tensors without numbers."""
-    A, b, radius, M, weights, init = tensors.values()
-    metric = Diagonal(M) if diagonal else M
-    posed = SphereLeastSquares(A, b, radius, ball, metric, weights)
-    if init is not None:
-        posed.require_start(init)
-    if not native.available or A.numel() == 0 or A.shape[:-1] != b.shape:
+def coordinates(problem: SphereLeastSquares) -> tuple[list[Reduction], Any]:
+    """The steps to a problem that solvers take, and this problem without its tensors."""
+    steps: list[Reduction] = []
+    if problem.A.dtype.is_complex:
+        steps.append(EmbeddedLeastSquares())
+    if not problem.has_options:
+        # A certificate chooses units of its own.
+        return steps, problem.bare().changed(radius=problem.radius)
+    steps.append(Ellipsoid())
+    weighted, by_products = problem.weights is not None, problem.operator is not None
+    if by_products and not (problem.ball or weighted):
+        return steps, _UNIT
+    names = {
+        "ball": problem.ball,
+        "weighted": weighted,
+        "resized": isinstance(problem.radius, Tensor) and not by_products,
+        "single": problem.dtype.to_real() != torch.float64,
+    }
+    return [*steps, Stacked()], ConstrainedLeastSquares.read(names)
+
+
+def way_of_least_squares(
+    problem: SphereLeastSquares, solver: Solver, gradient: Gradient, init: Tensor | None
+) -> Recipe:
+    """The recipe for least squares by solvers."""
+    dtype, by_products = problem.dtype, problem.operator is not None
+    steps, bare = coordinates(problem)
+    if not problem.has_options:
+        if dtype in HALF:
+            steps.append(Precision(dtype, torch.float32))
+        radius: Any = problem.radius
+        if by_products:
+            steps.append(Radius(radius))
+        elif radius != 1 or not solver.resolve(problem).takes_any_scale(problem):
+            steps.append(RadiusAndUnits(radius))
+        return Recipe(tuple(steps), Direct(_UNIT, solver, gradient))
+    if not isinstance(gradient, Implicit) and not by_products:
+        raise TypeError(
+            f"gradient={gradient!r} is for spheres without a tensor for radius, ball=True, M "
+            "or weights; use gradient=Implicit()"
+        )
+    if problem.ball and not by_products and not isinstance(solver, (Auto, Secular)):
+        raise TypeError(
+            f"solver={solver!r} does not solve problems with ball=True; use Auto() or Secular()"
+        )
+    return Recipe(tuple(steps), Direct(bare, solver, gradient))
+
+
+def compiled_way_of_least_squares(posed: SphereLeastSquares, init: Tensor | None) -> Recipe | None:
+    """The recipe for least squares that compiled kernels solve."""
+    A, radius, M = posed.matrix, posed.radius, posed.M
+    if not native.available or A.numel() == 0 or A.shape[:-1] != posed.b.shape:
         return None
     dtype = A.dtype
     steps: list[Reduction] = []
@@ -44,38 +91,46 @@ def way_of_least_squares(tensors: Tensors, ball: bool, diagonal: bool) -> Recipe
     plain = not posed.has_options
     if plain and dtype == torch.float32 and are_reduced_columns(*A.shape[-2:]):
         if radius != 1:
+            assert not isinstance(radius, Tensor)
             steps.append(Radius(float(radius)))
-        return Recipe(tuple(steps), CompiledLeastSquares(_UNPOSED))
+        return Recipe(tuple(steps), CompiledLeastSquares(_UNIT))
     # A start chooses where there are several minimisers, which the kernels do not know of.
     if init is not None or posed.batch_shape != A.shape[:-2]:
         return None
     if not are_decomposed(A.shape, dtype, plain):
         return None
+    diagonal = isinstance(M, Diagonal)
+    if diagonal:
+        steps.append(VectorMetric())
     form = 0 if M is None else 1 if diagonal else 2
     length = 1.0 if isinstance(radius, Tensor) else float(radius)
     limits = SECULAR.max_iterations, SECULAR.refinements
-    plan = native.posed_plan(A.shape, dtype, weights is not None, form, ball, length, limits)
-    again = functools.partial(_posed, length, ball, diagonal)
+    plan = native.posed_plan(
+        A.shape, dtype, posed.weights is not None, form, posed.ball, length, limits
+    )
+    again = functools.partial(_solved, length, posed.ball, diagonal)
     return Recipe(tuple(steps), DecomposedLeastSquares(again, plan, 1 if diagonal else 2))
 
 
-def _posed(
+def _solved(
     length: float,
     ball: bool,
     diagonal: bool,
+    init: Tensor,
     A: Tensor,
     b: Tensor,
     weights: Tensor | None,
     radius: Tensor | None,
     M: Any,
-) -> SphereLeastSquares:
-    """The problem of tensors; `length` is the radius if that is a number."""
+) -> Tensor:
+    """The solution for tensors by solvers; `length` is the radius if that is a number."""
     metric = Diagonal(M) if diagonal else M
-    return SphereLeastSquares(A, b, length if radius is None else radius, ball, metric, weights)
+    radius_of: Any = length if radius is None else radius
+    problem = SphereLeastSquares(A, b, radius_of, ball, metric, weights)
+    return run(problem, init=init, report=False).value
 
 
-# The problem of a call without its tensors.
-_UNPOSED: Any = SphereLeastSquares.read({"radius": 1.0, "ball": False})
+register(SphereLeastSquares, way_of_least_squares, coordinates, compiled_way_of_least_squares)
 
 
 def less(
@@ -120,15 +175,12 @@ def less(
     >>> pmaf.less(A, torch.tensor([2.0, 0.0])).detach()
     tensor([1., 0.])
     """
-    metric, diagonal = (M.d, True) if type(M) is Diagonal else (M, False)
-    given = {"A": A, "b": b, "radius": radius, "M": metric, "weights": weights, "init": init}
-    found = solve_shortly(way_of_least_squares, given, (ball, diagonal), solver, gradient)
+    given = {"A": A, "b": b, "radius": radius, "M": M, "weights": weights, "init": init}
+    found = solve_shortly(SphereLeastSquares, given, (ball,), solver, gradient)
     if found is not None:
         return found[0]
     problem = SphereLeastSquares(A, b, radius, ball, M, weights)
-    return problem.run(
-        solver or _AUTO, gradient or _IMPLICIT, init=init, report=False, throw=False
-    ).value
+    return run(problem, solver or AUTO, gradient or IMPLICIT, init=init, report=False).value
 
 
 class LESS(nn.Module):

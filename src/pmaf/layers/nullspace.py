@@ -7,13 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pmaf import errors
-from pmaf.gradients import Implicit
-from pmaf.layers.singular_vectors import PrincipalSingularVectors, way_of_singular_vectors
+from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.operators import Operator
-from pmaf.recipe import solve_shortly
+from pmaf.recipe import AUTO, run, solve_shortly
 from pmaf.solvers import Auto, Solver
-
-_AUTO, _IMPLICIT = Auto(), Implicit()
 
 
 def nullspace(
@@ -52,11 +49,11 @@ def nullspace(
     tensor([0.8000, 0.6000])
     """
     given = {"A": A, "weights": weights, "reference": reference, "init": init}
-    found = solve_shortly(way_of_singular_vectors, given, (k, False, None), solver, None)
+    found = solve_shortly(PrincipalSingularVectors, given, (k, False, None), solver, None)
     if found is not None:
         return found[0]
     problem = PrincipalSingularVectors(A, weights, k, largest=False, reference=reference)
-    return problem.run(solver or _AUTO, _IMPLICIT, init=init, report=False).value
+    return run(problem, solver or AUTO, init=init, report=False).value
 
 
 class NullSpace(nn.Module):

@@ -1,193 +1,379 @@
 """Pairs of matrices: `Ay = λMy` with `yᵀMy = 1`, for a symmetric positive definite `M`.
 
-A factor `M = TTᵀ` reduces the pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are `x = Tᵀy`.
-Here are the pairs whose derivative goes through the factor: an operator `A` with a dense or a
-diagonal `M`. `dense_pairs.py` and `operator_pairs.py` have the others.
+A factor `M = TTᵀ` reduces a dense pair to the matrix `C = T⁻¹AT⁻ᵀ`, whose eigenvectors are
+`x = Tᵀy`. The derivative does not go through the factor: with `z` from `(λM − A)z = v − My(yᵀv)`,
+`yᵀMz = 0`,
+
+    ∂L/∂A = ½(zyᵀ + yzᵀ) + ∂L/∂λ yyᵀ,   ∂L/∂M = −λ ∂L/∂A − ½(yᵀv) yyᵀ.
+
+For several vectors with `N = YᵀV`, the symmetric part of `N` takes the place of `yᵀv`, and `z` has
+a part inside the span for the antisymmetric part alone, so that functions of the span need no
+division by the differences of the eigenvalues.
+
+Rounding errors of the factor are multiplied by the condition of `M`. At the small end of the
+spectrum they would be the largest errors of all, in `eigh(a, b)` of LAPACK, too. So solutions of
+both systems are refined by residuals in the given variables, in which there is no factor (Davies,
+Higham and Tisseur, SIAM J. Matrix Anal. Appl. 23, 2001).
+
+A pair of operators is searched in the inner product of `M`. The search and the derivative take
+products with both and solves with `M`; nothing is factored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pmaf import errors
-from pmaf.autograd.entries import entries
-from pmaf.gradients import Gradient, Implicit, Unroll
-from pmaf.layers.eigenvectors import PrincipalEigenvectors
-from pmaf.linalg import sphere
+from pmaf import native
+from pmaf.certificate import certify_eigenvectors_by_products
+from pmaf.gradients.base import Reverse
+from pmaf.gradients.by_products import Incoming, pair_gradients
+from pmaf.gradients.eigenvectors import (
+    EigenConditions,
+    differences,
+    normal_part,
+    symmetric_newton,
+    symmetric_product,
+    without,
+)
+from pmaf.layers.eigenvectors import PrincipalEigenvectors, embedded_gradients
 from pmaf.linalg.decompositions import cholesky
-from pmaf.linalg.products import symmetric_part
-from pmaf.linalg.roundings import HALF
+from pmaf.linalg.embedding import complex_rows, independent, means, paired_rows, real_rows
+from pmaf.linalg.pencil import Pencil, Root, normalised, rayleigh_ritz, turned_inside
+from pmaf.linalg.products import norm, symmetric_part
+from pmaf.linalg.roundings import LOOSE, REFINED, ROUNDED, noise_tolerance
 from pmaf.operators.base import Operator
-from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.operators.diagonal import Diagonal
-from pmaf.operators.matrix import Matrix
-from pmaf.problem import in_dtype
-from pmaf.runtime import ranks
+from pmaf.operators.inner import inner_product
+from pmaf.operators.rows import Rows
+from pmaf.reductions.metric import Change, refuse_metric
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision, plain
-from pmaf.solution import Certificate, Solution
+from pmaf.runtime.modes import plain
+from pmaf.solution import Certificate
 from pmaf.solvers import Solver
+from pmaf.solvers.base import Outcome
+from pmaf.solvers.krylov import Krylov, find_eigenvectors
+from pmaf.tangent.bordered import State
+from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Kept, Nothing, Reduced
+from pmaf.tangent.metric import Metric
 
-# Up to this many rows, the entries of an operator M without a solve are formed where A is an
-# operator, too.
-_FORMED = 2048
+
+class Seen(Rows):
+    """Products with the operator `A` of a pair, and with its `M`."""
+
+    def __init__(self, A: Operator, batch: torch.Size, own: Rows, metric: Metric) -> None:
+        super().__init__(A, batch)
+        self.own, self.metric = own, metric
 
 
-@PrincipalEigenvectors.case(lambda x: x.M is not None and not x.A.dtype.is_complex)
 @dataclass(frozen=True, eq=False)
 class Pair(PrincipalEigenvectors):
-    """`PrincipalEigenvectors` of two real matrices, both of which get gradients."""
+    """`PrincipalEigenvectors` of two matrices as solvers take it; both get gradients.
+
+    Both are dense, or both are operators. A diagonal `M` is a row `(*, 1, n)`.
+    """
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "M": 2}
-
-    @classmethod
-    def of(cls, problem: Any) -> Any:
-        pair = super().of(problem)
-        A, M = pair.A, pair.M
-        if _cut(pair):
-            return pair
-        if isinstance(M, Matrix):
-            return pair.changed(M=M.A)
-        if not isinstance(M, Operator) or isinstance(M, Diagonal):
-            return pair
-        if isinstance(A, Operator) and (M.solvable or pair.n > _FORMED):
-            return pair
-        took("pairs: entries of M")
-        return pair.changed(M=entries(M))
-
-    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
-        if not isinstance(gradient, (Implicit, Unroll)):
-            raise TypeError(
-                f"gradient={gradient!r} is a rule for one matrix; use Implicit() or Unroll() with M"
-            )
-        return super().instead(solver, gradient, init)
-
-    def directions(self, rows: Tensor) -> Tensor:
-        return sphere.project(rows)
+    homogeneous: ClassVar[int | None] = 1  # eigenvalues are of degree −1 in M
 
     def alone(self, C: Tensor | Operator) -> PrincipalEigenvectors:
-        """The problem of one matrix, with the options of the pair except for its reference."""
-        return PrincipalEigenvectors.like(self, A=C, M=None, reference=None)
+        """The problem of one matrix, with the options of the pair."""
+        one = PrincipalEigenvectors.__new__(PrincipalEigenvectors)
+        for field in fields(self):
+            object.__setattr__(one, field.name, getattr(self, field.name))
+        return one.changed(A=C, M=None, reference=None)
+
+    def best_solver(self) -> Solver:
+        return self.alone(self.A).best_solver()
+
+    def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
+        A, M = self.tensors
+        took("pairs: diagonal" if _is_diagonal(M) else "pairs: Cholesky")
+        root = self.root(M, checked=True)
+        C = root.reduced(A)
+        if init is not None:
+            init = root.turned(self.pencil(A, M).dual(init.mT)).mT
+        found = self.alone(C).solved_by(solver, init, report)
+        if found.value.requires_grad:  # the solver is differentiated, and nothing else
+            return found._replace(value=root.back(found.value))
+        found = self._refined(found, root, C)
+        kept = Congruence(root.inverse, C) if isinstance(found.kept, Nothing) else found.kept
+        return found._replace(kept=kept)
+
+    def may_fail(self, solver: Solver) -> bool:
+        # The solver solves for the reduced matrix only.
+        return True
+
+    def advice(self, solver: Solver) -> str:
+        if not solver.always_converges:
+            return solver.advice()
+        return (
+            "M is nearly singular in this precision; use float64, or add a multiple of the identity"
+        )
+
+    def pencil(self, A: Tensor, M: Tensor) -> Pencil:
+        """The pair in its own variables."""
+        diagonal = _is_diagonal(M)
+        return Pencil.of(A, M.squeeze(-2) if diagonal else M, diagonal)
+
+    def root(self, M: Tensor, checked: bool = False) -> Root:
+        """An inverse root of `M`, differentiable; an error if there is none and it is checked.
+
+        It is formed, because it is used six times in both passes, and products with it are several
+        times faster than triangular solves. Its errors are about cond(T) roundings.
+        """
+        if _is_diagonal(M):
+            d = M.squeeze(-2)
+            bad = ~((d > 0) & d.isfinite()).all(-1)
+            if checked and bool(bad.any()):
+                refuse_metric(d, bad)
+            return Root(d.rsqrt(), True)
+        lower, info = cholesky(symmetric_part(M))
+        # An infinite entry of the diagonal leaves a factor, whose inverse is zero there.
+        bad = (info != 0) | ~lower.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+        if checked and bool(bad.any()):
+            refuse_metric(M, bad)
+        eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(lower)
+        return Root(torch.linalg.solve_triangular(lower, eye, upper=False), False)
+
+    def _refined(self, found: Outcome, root: Root, C: Tensor) -> Outcome:
+        """The solution of the pair, given that for `C`.
+
+        Where residuals `Ay − λMy` or inner products `yᵀMx` are above rounding, the vectors take
+        steps of Newton's method, with the derivative at the solution for `C`. Vectors whose inner
+        products stay far above rounding have not converged.
+        """
+        pair, rows = self.pencil(*self.tensors), root.back(found.value)
+        first = values = found.multiplier
+        state = State(first, found.gap, found.kept)
+        x, away = root.turned(pair.dual(rows)), self._errors(pair, rows, values)
+        for step in range(_REFINEMENTS):
+            due = (away > 1).any(0)
+            if not bool(due.any()):
+                break
+            took("pairs: refined")
+            dual = pair.dual(rows)
+            rest = rows @ pair.A - values.unsqueeze(-1) * dual
+            inside = rest @ rows.mT
+            conditions = EigenConditions(C, x, first, None, True, state)
+            across = root.back(conditions.solve(root.turned(rest - inside @ dual)))
+            moved = self.turned(rows, rest, dual, values, pair.are_near(values)) + across
+            # A decomposition separates vectors of close values, up to rounding of the largest
+            # value, and turns of first order remove that.
+            moved, theirs = self.separated(moved, pair, normalised if step else rayleigh_ritz)
+            left = self._errors(pair, moved, theirs)
+            # Without a gap to the next eigenvalue, a step may lead away.
+            better = (left <= away.clamp_min(1)).all(0) & (left.amax(0) < away.amax(0))
+            due = due & better
+            away, due = torch.where(due, left, away), due.unsqueeze(-1)
+            values = torch.where(due, theirs, values)
+            rows = torch.where(due.unsqueeze(-1), moved, rows)
+        kept = found.kept
+        if isinstance(kept, Decomposition) and values is not first:
+            # The requested values are the last, and differ from those of C by its errors.
+            others = kept.values[..., : -values.shape[-1]]
+            kept = Decomposition(kept.rows, torch.cat([others, values.flip(-1)], -1))
+        converged = found.converged & (pair.skewness(rows) <= LOOSE)
+        return found._replace(value=rows, multiplier=values, converged=converged, kept=kept)
+
+    def _errors(self, pair: Pencil, rows: Tensor, values: Tensor) -> Tensor:
+        """Errors of residuals and of inner products, one for what is rounding, `(2, *)`."""
+        residual = pair.errors(rows, values).amax(-1) / REFINED
+        return torch.stack([residual, pair.skewness(rows) / ROUNDED])
+
+    def turned(
+        self, rows: Tensor, rest: Tensor, dual: Tensor, values: Tensor, near: Tensor
+    ) -> Tensor:
+        """Rows in the span of `rows`, nearer to eigenvectors; the arguments of `turned_inside`."""
+        if self.copies == 1:
+            return turned_inside(rows, rest, dual, values, near)
+        # Every second row is i times the one before, and has to stay so in spite of rounding.
+        y, r, d = (complex_rows(x[..., ::2, :]) for x in (rows, rest, dual))
+        return paired_rows(turned_inside(y, r, d, values[..., ::2], near[..., ::2, ::2]))
+
+    def separated(self, rows: Tensor, pair: Pencil, by: Any) -> tuple[Tensor, Tensor]:
+        """Rows in the span of `rows`, by one of two functions of `pencil.py`, and their values."""
+        if self.copies == 1:
+            return by(rows, rows @ pair.A, pair.dual(rows))
+        one = rows[..., ::2, :]
+        y, values = by(*map(complex_rows, (one, one @ pair.A, pair.dual(one))))
+        return paired_rows(y), values.repeat_interleave(2, -1)
+
+    def is_differentiated(
+        self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
+    ) -> bool:
+        return isinstance(kept, Reduced)
+
+    def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
+        if kind is not Reduced:
+            return super().kept_again(tensors, kind)
+        A, M = (x.detach() for x in tensors)
+        _, kept = native.largest_of_pair(A, M, self.k, self.largest, keep=True)
+        return kept or NOTHING
+
+    def first_gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        y: Tensor,
+        kept: Kept,
+        v: Tensor | None,
+        d_multiplier: Tensor | None,
+        needs: Sequence[bool],
+    ) -> native.Gradients:
+        assert isinstance(kept, Reduced)
+        took("pairs: compiled gradient")
+        dtype = tensors[0].dtype
+        return native.pair_gradients(kept, v, d_multiplier, dtype, self.largest, needs)
+
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        given = given.as_rows() if self.single else given
+        if given.tensors[0].is_complex():
+            return embedded_gradients(self, given)
+        tensors, y, state, _, v, d_multiplier, needs = given
+        if not self.largest:  # the largest of −A
+            tensors, state = (-tensors[0], tensors[1]), state._replace(shift=-state.shift)
+            d_multiplier = None if d_multiplier is None else -d_multiplier
+        along = None if d_multiplier is None else d_multiplier.unsqueeze(-1) * y
+        z, normal = along, None
+        if v is not None:
+            A, M = tensors
+            kept = state.kept
+            if isinstance(kept, (Congruence, Reduced)):
+                state = state._replace(kept=NOTHING)
+            if isinstance(kept, Congruence) and not torch.is_grad_enabled():
+                root, C = Root(kept.inverse, _is_diagonal(M)), kept.matrix
+            else:
+                root = self.root(M)
+                C = root.reduced(A)
+            pair = self.pencil(A, M)
+            x = root.turned(pair.dual(y))
+            # Products in the given variables have no rounding errors of the factor.
+            normal, near = normal_part(v @ y.mT, C, state.shift, state)
+            # Vectors of a small value would get rounding errors of those of large ones.
+            near = near & pair.are_near(state.shift)
+            normal = torch.where(near, normal, 0)
+            across = without(root.turned(v), x, normal, near)
+            conditions = EigenConditions(C, x, state.shift, None, True, state)
+            z = root.back(conditions.solve(across))
+            with torch.no_grad():
+                lacking = self._correction(conditions, root, pair, y, v, normal, z)
+            z = z + lacking
+            z = z if along is None else z + along
+        assert z is not None
+        dA = symmetric_product(z, y) if needs[0] else None
+        if dA is not None and not self.largest:
+            dA = -dA
+        if not needs[1]:
+            return dA, None
+        z = state.shift.unsqueeze(-1) * z
+        z = z if normal is None else z + 0.5 * normal @ y
+        if _is_diagonal(tensors[1]):
+            return dA, -(z * y).sum(-2, keepdim=True)
+        return dA, -symmetric_product(z, y)
+
+    def _correction(
+        self,
+        conditions: EigenConditions,
+        root: Root,
+        pair: Pencil,
+        y: Tensor,
+        v: Tensor,
+        normal: Tensor,
+        z: Tensor,
+    ) -> Tensor:
+        """What a solution `z` of `(λM − A)z = v` on the complement lacks, as a constant."""
+        values, dual = conditions.values, pair.dual(y)
+        across = v - normal @ dual
+        # Inside the span, products that are zero up to rounding stay zero.
+        rounding = pair.roundings(y, values)
+        rounding = torch.maximum(rounding.unsqueeze(-1), rounding.unsqueeze(-2))
+        difference, apart = differences(values, rounding)
+        sizes = norm(v).unsqueeze(-1) * norm(y).unsqueeze(-2)
+        apart = apart & ((across @ y.mT).abs() > noise_tolerance(v.dtype) * sizes)
+        difference = torch.where(apart, difference, 1)
+        found = z
+        # A trace cannot look whether steps are needed, and takes one.
+        for _ in range(_REFINEMENTS if plain(z) else 1):
+            rest = across - (values.unsqueeze(-1) * pair.dual(found) - found @ pair.A)
+            inside = rest @ y.mT
+            outside, inside = rest - inside @ dual, torch.where(apart, inside, 0)
+            size = pair.sizes(found, values) + norm(across)
+            due = norm(outside + inside @ dual) > REFINED * pair.eps * size
+            if plain(z):
+                if not bool(due.any()):
+                    break
+                took("pairs: refined gradient")
+            step = root.back(conditions.solve(root.turned(outside)))
+            step = step + (inside / difference) @ y
+            found = found + torch.where(due.unsqueeze(-1), step, 0)
+        # The other parts inside the span are zero, which no residual shows.
+        along = torch.where(apart, 0, pair.dual(found) @ y.mT)
+        return found - along @ y - z
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        A, M = fixed.tensors
+        root = self.root(M)
+        pair = self.pencil(*self.tensors)
+        return symmetric_newton(self.matrix, root.reduced(A), found, (pair.dual, root.back))
+
+    # By products.
+
+    def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
+        if not isinstance(solver, Krylov):
+            raise TypeError(
+                f"{solver!r} does not know the inner product of {self.M!r}; use Auto() or Krylov()"
+            )
+        took("pairs: products, own solve" if self.M.solvable else "pairs: products")
+        assert isinstance(self.A, Operator)
+        seen = Seen(self.A, self.batch_shape, *self._inner_product(solver))
+        outcome = seen.guarded(find_eigenvectors, self, solver, init, seen.metric)
+        return outcome if self.copies == 1 else self._in_pairs(outcome), seen
+
+    def _inner_product(self, solver: Krylov) -> tuple[Rows, Metric]:
+        own = Rows(self.M, self.batch_shape)
+        return own, inner_product(own, solver.tolerance_of(self.dtype))
+
+    def gradients_by_products(self, given: Incoming) -> Sequence[Tensor | None]:
+        seen: Any = given.seen
+        return pair_gradients(self, given, seen.own, seen.metric)
+
+    def _in_pairs(self, outcome: Outcome) -> Outcome:
+        """The outcome in pairs of `y` and `iy`, orthonormal in the inner product of `M`."""
+        seen = Rows(self.M, self.batch_shape)
+
+        def dual(y: Tensor) -> Tensor:
+            rows = real_rows(y).reshape(seen.entries, -1, self.n)
+            return complex_rows(seen.of_symmetric_part(rows)).reshape(y.shape)
+
+        y = independent(complex_rows(outcome.value), outcome.multiplier, dual)
+        values = means(outcome.multiplier).repeat_interleave(2, -1)
+        return outcome._replace(value=paired_rows(y), multiplier=values)
 
     def certified(self, value: Tensor) -> Certificate:
-        """A certificate for the matrix to which the pair reduces.
+        """A certificate for the matrix to which a dense pair reduces, in float64, or by products.
 
-        `feasibility` is the largest entry of `YᵀMY − I`. For dense matrices everything is in
-        float64.
+        `feasibility` is the largest entry of `YᵀMY − I`.
         """
-        pair, value = self.with_flat([x.detach() for x in self.flat]), value.detach()
         if not isinstance(self.A, Operator):
-            pair, value = pair.with_flat([x.double() for x in pair.flat]), value.double()
-        change = _Change(pair.M)
-        x = change.forth(self.columns(value).to(pair.dtype))
-        inner = self.alone(change.reduced(pair.A))
-        return inner.certify(x.squeeze(-1) if self.k is None else x)
+            A, M = (x.detach().double() for x in self.tensors)
+            change = Change(Diagonal(M.squeeze(-2)) if _is_diagonal(M) else M)
+            x = change.forth(value.detach().double())
+            return self.alone(change.reduced(A)).certified(x)
+        fixed = self.with_flat([x.detach() for x in self.flat])
+        _, metric = fixed._inner_product(Krylov())
+        return certify_eigenvectors_by_products(fixed, value, metric)
 
 
-class _Change:
-    """The change of variables `x = Tᵀy` with `M = TTᵀ`, for a diagonal or a dense `M`."""
-
-    def __init__(self, M: Tensor | Diagonal) -> None:
-        self.dims = 1 if isinstance(M, Diagonal) else 2
-        if isinstance(M, Diagonal):
-            self.root, bad = M.d.sqrt(), ~((M.d > 0) & M.d.isfinite())
-            M, bad = M.d, bad.any(-1)
-        else:
-            self.root, info = cholesky(symmetric_part(M))
-            bad = (info != 0) | ~self.root.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
-        if plain(bad) and bool(bad.any()):
-            refuse_metric(M, bad)
-
-    def reduced(self, A: Tensor | Operator) -> Tensor | Operator:
-        """`T⁻¹AT⁻ᵀ`."""
-        if isinstance(A, Operator):
-            return Congruent(A, self.root, self.dims)
-        if self.dims == 1:
-            return A / self.root.unsqueeze(-1) / self.root.unsqueeze(-2)
-        left = torch.linalg.solve_triangular(self.root, symmetric_part(A), upper=False)
-        return torch.linalg.solve_triangular(self.root, left.mT, upper=False)
-
-    def forth(self, y: Tensor) -> Tensor:
-        """`Tᵀy` for columns `(*, n, k)`."""
-        return self.root.unsqueeze(-1) * y if self.dims == 1 else self.root.mT @ y
-
-    def back(self, x: Tensor) -> Tensor:
-        """`T⁻ᵀx` for columns `(*, n, k)`."""
-        return solve_root(self.root, x.mT, self.dims, transposed=True).mT
+def _is_diagonal(M: Any) -> bool:
+    """Whether a metric is its diagonal as a row; for n = 1 there is no difference."""
+    return isinstance(M, Tensor) and M.shape[-2] == 1 < M.shape[-1]
 
 
-def refuse_metric(M: Tensor, bad: Tensor) -> None:
-    """Raise the error of a matrix that is not positive definite."""
-    errors.require_finite(M=(M, M.dim() - bad.dim()))
-    where = f" in {int(bad.sum())} of {bad.numel()} batch entries" if bad.dim() else ""
-    raise ValueError(
-        f"M is not positive definite{where}, up to rounding in {M.dtype}; add a multiple of the "
-        "identity to it, use float64, or exchange A and M if A is the positive definite one"
-    )
-
-
-def _cut(pair: Any) -> bool:
-    """Whether matrices of the pair are cut over ranks, so that nothing can be factored."""
-    return pair.operator is not None and ranks.mesh_of(*pair.flat) is not None
-
-
-def is_search(pair: Any) -> bool:
-    """Whether a real pair is searched in the inner product of `M`."""
-    return _cut(pair) or (isinstance(pair.M, Operator) and not isinstance(pair.M, Diagonal))
-
-
-def is_complex_search(problem: Any) -> bool:
-    """The same for a problem that may be a complex pair: `A` or `M` is known by products."""
-    A, M = problem.A, problem.M
-    if M is None or not A.dtype.is_complex:
-        return False
-    return isinstance(A, Operator) or (isinstance(M, Operator) and not isinstance(M, Diagonal))
-
-
-def _reduces(pair: Any) -> bool:
-    if _cut(pair):
-        return False
-    return isinstance(pair.A, Operator) and isinstance(pair.M, (Tensor, Diagonal))
-
-
-@Pair.case(_reduces)
-@dataclass(frozen=True, eq=False)
-class FactoredPair(Pair):
-    """A pair that is solved as the matrix to which it reduces, with derivatives by the factor."""
-
-    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
-        super().instead(solver, gradient, init)
-        if init is not None:
-            self.require_start(init)
-            init = init.detach()
-        pair = self
-        if self.dtype in HALF:
-            init = None if init is None else init.float()
-            pair = self.with_flat([x.float() for x in self.flat])
-        if not torch.compiler.is_compiling():  # a trace cannot follow a log
-            took(f"pairs: {self.way}")
-        with full_precision(self.device):
-            change = _Change(pair.M)
-            start = None if init is None else self._shaped(change.forth(self.columns(init)))
-            inner = self.alone(change.reduced(pair.A))
-
-        def convert(found: Solution) -> Solution:
-            with full_precision(self.device):
-                rows = change.back(self.columns(found.value)).mT
-                signs = pair.signs(self.directions(rows.detach()), False)
-                y = self._shaped((rows * signs.unsqueeze(-1)).mT)
-            return in_dtype(self.dtype, replace(found, value=y))
-
-        return inner, start, convert
-
-    def _shaped(self, columns: Tensor) -> Tensor:
-        return columns.squeeze(-1) if self.k is None else columns
-
-    @property
-    def way(self) -> str:
-        """How the pair is solved, for the log."""
-        return "diagonal" if isinstance(self.M, Diagonal) else "factor and products"
+# Each step reduces errors by about eps times the conditions of A and M.
+_REFINEMENTS = 3

@@ -13,6 +13,7 @@ from pmaf.linalg.products import broadcast, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import HALF, noise_tolerance, power_of_two, rank_tolerance, square_range
 from pmaf.linalg.singular import rooted, weighted_gram
 from pmaf.operators import Gram
+from pmaf.reductions.end import reference_rows
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import (
     forward_mode,
@@ -141,7 +142,8 @@ class PrincipalPool(nn.Module):
             if posed is None or by_mean:
                 signs = _towards(rows, mean, extents)
             else:
-                signs = posed.signs(rows, False)
+                block = isinstance(reference, Tensor) and posed.has_columns(reference)
+                signs = sphere.signs(rows, reference_rows(reference, block, rows.dtype))
             rows = rows * signs.unsqueeze(-1)
             if self.scale == "root":
                 rows = rows * extents.unsqueeze(-1)

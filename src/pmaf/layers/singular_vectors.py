@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf import errors, native
+from pmaf.executors.direct import Direct
 from pmaf.executors.singular import CompiledSingularVectors, DecomposedSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.ied import way_of_eigenvectors
+from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius
-from pmaf.linalg.roundings import HALF, blame_range, rank_tolerance, square_range
+from pmaf.linalg.roundings import HALF, blame_range, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
-from pmaf.problem import Problem, in_dtype
-from pmaf.recipe import Recipe
-from pmaf.reductions.base import Reduction, Tensors
+from pmaf.problem import Problem
+from pmaf.recipe import Recipe, register
+from pmaf.reductions.base import Reduction
 from pmaf.reductions.end import End, Sign
-from pmaf.reductions.phases import phases
+from pmaf.reductions.field import EmbeddedVectors
+from pmaf.reductions.gram import Squares, root_of
 from pmaf.reductions.precision import Precision
 from pmaf.runtime import ranks
-from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Solver
+from pmaf.solution import Certificate
+from pmaf.solvers import SVD, Solver
+from pmaf.solvers import Reduction as Compiled
 from pmaf.solvers.auto import best_singular
 from pmaf.solvers.base import Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
@@ -53,6 +58,7 @@ class PrincipalSingularVectors(Problem):
             first.
         reference: towards which the sign of each vector is chosen, as in `PrincipalEigenvectors`.
         single: set by the library, for numbers that float32 holds in tensors of float64.
+        copies: set by the library: how often each singular value occurs by construction.
 
     >>> import torch, pmaf
     >>> problem = pmaf.PrincipalSingularVectors(torch.diag(torch.tensor([3.0, 2.0])), largest=False)
@@ -67,12 +73,14 @@ class PrincipalSingularVectors(Problem):
     descending: bool | None = None
     reference: Any = None
     single: bool = field(default=False, repr=False)
+    copies: int = field(default=1, repr=False)
 
     inputs: ClassVar[dict[str, int]] = {"A": 2, "weights": 1}
+    options = ("k", "largest", "descending")
     compared: ClassVar[bool] = False
     form: ClassVar[type] = SingularVectors
     degree: ClassVar[int | None] = 1
-    copies: ClassVar[int] = 1  # how often each singular value occurs by construction
+    homogeneous: ClassVar[int | None] = 1  # of degree one half in the weights
 
     def __post_init__(self) -> None:
         A, weights = self.require_matrix("A"), self.weights
@@ -96,16 +104,43 @@ class PrincipalSingularVectors(Problem):
             blank, self.k, self.largest, True, self.descending, self.reference
         )
 
+    def for_solver(self, solver: Solver) -> Any:
+        dense = self.operator is None and solver.matrix_free
+        return self.changed(A=Matrix(self.matrix)) if dense else self
+
+    def squares(self) -> PrincipalEigenvectors:
+        """The same vectors as eigenvectors of `AᵀWA`, without a copy of a matrix."""
+        assert isinstance(self.A, Operator)
+        gram = Gram(self.A, weights=self.weights)
+        order = self.descending, self.reference
+        return PrincipalEigenvectors(gram, self.k, self.largest, True, *order)
+
     @property
     def flipped(self) -> bool:
         """Whether the requested order is the reverse of that of the solvers."""
         return self._posed().flipped
 
-    def signs(self, rows: Tensor) -> Tensor:
-        """The sign or phase for each row `(*, k, n)`, in the order of the solution, `(*, k)`."""
-        if rows.is_complex():
-            return phases(rows, self._posed().reference_rows(rows, False)).squeeze(-1)
-        return self._posed().signs(rows, False)
+    @property
+    def named(self) -> dict[str, Any]:
+        return {"A": self.A, "weights": self.weights, "reference": self.reference}
+
+    def parts(self) -> dict[str, tuple[Tensor, int]]:
+        found: dict[str, tuple[Tensor, int]] = {"A": (self.matrix, 2)}
+        if self.weights is not None:
+            found["weights"] = self.weights, 1
+        if isinstance(self.reference, Tensor):
+            found["reference"] = self.reference, self.dims_of(self.reference)
+        return found
+
+    def has_columns(self, reference: Tensor) -> bool:
+        """As for eigenvectors."""
+        return self._posed().has_columns(reference)
+
+    def columns(self, vectors: Tensor) -> Tensor:
+        return vectors.unsqueeze(-1) if self.k is None else vectors
+
+    def found(self, value: Tensor, multiplier: Tensor) -> tuple[Tensor, ...]:
+        return value.mT, multiplier
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -130,11 +165,8 @@ class PrincipalSingularVectors(Problem):
         return 2
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         return (*self.batch_shape, self.n, *self.vectors), (*self.batch_shape, *self.vectors)
-
-    def hints(self) -> dict[str, tuple[Tensor | None, int]]:
-        return self._posed().hints()
 
     def dims_of(self, vectors: Tensor | None) -> int:
         return self._posed().dims_of(vectors)
@@ -143,12 +175,12 @@ class PrincipalSingularVectors(Problem):
         self._posed().require_start(init)
 
     def best_solver(self) -> Solver:
+        if self.copies == 2:
+            return best_singular(self.changed(k=1)) if self.width == 2 else _SVD
         return best_singular(self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
-        if isinstance(self.A, Operator):
-            return self._by_products().certify(value)
         A, weights = self.matrix.detach().double(), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
@@ -157,7 +189,7 @@ class PrincipalSingularVectors(Problem):
             most = weights.amax(-1, keepdim=True)
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
-        return PrincipalEigenvectors(gram, self.k, self.largest).certify(value)
+        return PrincipalEigenvectors(gram, self.k, self.largest).certified(value)
 
     # Differentiation.
 
@@ -169,51 +201,18 @@ class PrincipalSingularVectors(Problem):
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        if self.k is None:
-            found = found._replace(multiplier=found.multiplier.unsqueeze(-1))
-        step = singular_newton(self.tensors, fixed.tensors, found, self.single)
-        return step if self.k is not None else lambda u: step(u.unsqueeze(-2)).squeeze(-2)
+        return singular_newton(self.tensors, fixed.tensors, found, self.single)
 
     def multiplier_at(self, u: Tensor) -> Tensor:
         A, weights = self.matrix, self.weights
-        rows = u.unsqueeze(-2) if self.k is None else u
-        images = rows @ A.mT
+        images = u @ A.mT
         squares = dot(weighted(images, weights), images)
         size = frobenius(A.detach()).squeeze((-2, -1)).unsqueeze(-1)
         if weights is not None:
             size = size * weights.detach().amax(-1, keepdim=True).sqrt()
-        values = _root(squares, accuracy(u.dtype, self.single) * size)
-        return values.squeeze(-1) if self.k is None else values
+        return root_of(squares, accuracy(u.dtype, self.single) * size)
 
-    # From the problem to its solution.
-
-    def instead(self, solver: Solver, gradient: Gradient, init: Tensor | None) -> Any:
-        if self.operator is None and not getattr(solver, "matrix_free", False):
-            return None
-        self._require_weights()
-        return self._by_products(), init, self._of_squares
-
-    def _of_squares(self, found: Solution) -> Solution:
-        """The solution, given that for `AᵀWA`."""
-        squares, gap = found.multiplier, found.gap
-        top = squares.detach().amax(-1, keepdim=True) if self.k is not None else squares.detach()
-        values = _root(squares, rank_tolerance(squares.dtype) * top.clamp_min(0).sqrt())
-        edge = values.detach()
-        if self.k is not None:
-            edge = edge.amin(-1) if self.largest else edge.amax(-1)
-        # From a difference of squares to one of singular values.
-        beyond = edge.square() - gap if self.largest else edge.square() + gap
-        gap = (edge - beyond.clamp_min(0).sqrt()).abs()
-        return replace(found, multiplier=values, gap=gap)
-
-    def _by_products(self) -> PrincipalEigenvectors:
-        A = self.A if isinstance(self.A, Operator) else Matrix(self.A)
-        gram = Gram(A, weights=self.weights)
-        return PrincipalEigenvectors(
-            gram, self.k, self.largest, True, self.descending, self.reference
-        )
-
-    def _require_weights(self) -> None:
+    def require_weights(self) -> None:
         """No weight is negative; this looks at every number."""
         if self.weights is None:
             return
@@ -226,20 +225,22 @@ class PrincipalSingularVectors(Problem):
                 "the squares of factors of the rows"
             )
 
-    def reduced(
-        self, init: Tensor | None, solver: Solver
-    ) -> tuple[Any, Tensor | None, Callable[..., Solution]]:
-        problem, single = self, self.single
-        # In float64 the square of a float32 matrix keeps all its digits.
-        if self.dtype != torch.float64:
-            single = self.device.type != "mps"  # has no float64
-            wide = torch.float64 if single else torch.float32
-            problem = self.with_tensors(*(x.to(wide) for x in self.tensors))
-        problem = problem.changed(reference=None, descending=True, single=single)
-        return problem, None, lambda outcome: in_dtype(self.dtype, self.present(outcome))
-
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        self._require_weights()
+        if self.copies == 1:
+            return self._searched(solver, report)
+        if self.width > 2:
+            # Kernels would mix the vectors of equal singular values.
+            return self._searched(_SVD if isinstance(solver, Compiled) else solver, report)
+        outcome = self.changed(k=1)._searched(solver, report)
+        rows, values = outcome.value, outcome.multiplier
+        if rows.shape[-2] == self.width:
+            return outcome
+        # One vector of a pair gives the other.
+        pairs, values = paired_rows(complex_rows(rows)), values.repeat_interleave(2, -1)
+        return outcome._replace(value=pairs, multiplier=values)
+
+    def _searched(self, solver: Solver, report: bool) -> Outcome:
+        self.require_weights()
         A = self.matrix
         try:
             outcome = solver.solve(self, report=report)
@@ -264,34 +265,52 @@ class PrincipalSingularVectors(Problem):
             errors.require_finite(weights=(self.weights, 1))
         blame_range(self.matrix)
 
-    def divided(self, unit: Tensor) -> Any:
-        # The units may be in float64, and the numbers remain those that float32 holds.
-        A, weights = self.matrix / unit[..., None, None], self.weights
-        weights = None if weights is None else weights.to(unit.dtype)
-        single = self.single or A.dtype != self.dtype
-        return self.changed(A=A, weights=weights, single=single)
 
-    def finished(self, outcome: Outcome) -> Outcome:
-        return _unposed(self.k, self.largest).finished(outcome)
-
-    def present(self, outcome: Outcome) -> Solution:
-        """An outcome as the user sees it."""
-        # The multipliers of the smallest eigenvalues are those of the negative matrix.
-        if not self.largest:
-            outcome = outcome._replace(multiplier=-outcome.multiplier)
-        dtype = self.dtype
-        found = self._posed().present(outcome)
-        return replace(found, residual=found.residual.to(dtype), gap=found.gap.to(dtype))
+def coordinates(problem: PrincipalSingularVectors) -> tuple[list[Reduction], Any]:
+    """The steps to a problem that solvers take, and this problem without its tensors."""
+    k, steps = problem.width, []
+    if problem.operator is not None:
+        return [Squares(problem.k is None, problem.largest)], problem.squares()
+    bare = problem.bare().changed(k=k, descending=True)
+    if problem.dtype.is_complex:
+        steps.append(EmbeddedVectors(k, averaged=False))
+        bare = bare.changed(k=2 * k, copies=2)
+    return steps, bare
 
 
 def way_of_singular_vectors(
-    tensors: Tensors, k: int | None, largest: bool, descending: bool | None
+    problem: PrincipalSingularVectors, solver: Solver, gradient: Gradient, init: Tensor | None
+) -> Recipe:
+    """The recipe for right singular vectors by solvers."""
+    if problem.operator is not None:
+        problem.require_weights()
+        recipe = way_of_eigenvectors(problem.squares(), solver, gradient, init)
+        return recipe._replace(steps=(Squares(problem.k is None, problem.largest), *recipe.steps))
+    return Recipe(*with_signs(problem, *coordinates(problem), solver, gradient))
+
+
+def with_signs(
+    problem: Any, steps: list[Reduction], bare: Any, solver: Solver, gradient: Gradient
+) -> tuple[tuple[Reduction, ...], Direct]:
+    """The chain with order, signs and precision around changes of coordinates."""
+    reference, single = problem.reference, problem.k is None
+    block = isinstance(reference, Tensor) and problem.has_columns(reference)
+    chain: list[Reduction] = [Sign(single, block, unit=True), End(0, problem.flipped, single)]
+    dtype, short = problem.dtype.to_real(), []
+    if dtype != torch.float64:
+        # In float64 the square of a float32 matrix keeps all its digits.
+        has_double = problem.device.type != "mps"
+        short.append(Precision(dtype, torch.float64 if has_double else torch.float32))
+        bare = bare.changed(single=problem.single or has_double)
+    chain = [*chain, *steps, *short] if steps else [*short, *chain]
+    return tuple(chain), Direct(bare, solver, gradient)
+
+
+def compiled_way_of_singular_vectors(
+    posed: PrincipalSingularVectors, init: Tensor | None
 ) -> Recipe | None:
-    """The recipe for right singular vectors that compiled kernels find, without numbers."""
-    A, weights, reference, init = (tensors[x] for x in ("A", "weights", "reference", "init"))
-    posed = PrincipalSingularVectors(A, weights, k, largest, descending, reference)
-    if init is not None:
-        posed.require_start(init)
+    """The recipe for right singular vectors that compiled kernels find."""
+    A, weights, k, reference = posed.matrix, posed.weights, posed.k, posed.reference
     n, dtype = posed.n, A.dtype
     names = ("A",) if weights is None else ("A", "weights")
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
@@ -306,7 +325,7 @@ def way_of_singular_vectors(
         steps.append(Sign(k is None, block, unit=True))
     if posed.flipped:
         steps.append(End(0, True, False))
-    problem = PrincipalSingularVectors.read({"k": k, "largest": largest, "single": single})
+    problem = posed.bare().changed(single=single)
     executor = CompiledSingularVectors if single else DecomposedSingularVectors
     return Recipe(tuple(steps), executor(problem, A.shape, names))
 
@@ -316,14 +335,10 @@ def is_compiled_shape(k: int | None, n: int) -> bool:
     return native.available and n <= COMPILED_ROWS and are_few(k or 1, n)
 
 
-def _unposed(k: int | None, largest: bool) -> Any:
-    """The problem of eigenvectors without its matrix."""
-    options = {"k": k, "largest": largest, "symmetric": True, "descending": True}
-    return PrincipalEigenvectors.read(options)
-
-
-def _root(squares: Tensor, rounding: Tensor) -> Tensor:
-    """The square root, whose derivative is zero where it is not above rounding."""
-    zero = squares.detach() <= rounding.square()
-    root = torch.where(zero, 1, squares).sqrt()
-    return torch.where(zero, squares.detach().clamp_min(0).sqrt(), root)
+_SVD = SVD()
+register(
+    PrincipalSingularVectors,
+    way_of_singular_vectors,
+    coordinates,
+    compiled_way_of_singular_vectors,
+)

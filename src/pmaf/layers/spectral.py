@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pmaf import errors
 from pmaf.autograd.attach import solve_opaquely
-from pmaf.autograd.eager import find
+from pmaf.autograd.eager import find, find_in_range
 from pmaf.autograd.forward_mode import constant
 from pmaf.autograd.image import image
 from pmaf.autograd.spectral import (
@@ -23,9 +23,7 @@ from pmaf.autograd.spectral import (
     forward,
     outside,
 )
-from pmaf.gradients import Implicit
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
-from pmaf.layers.hermitian import EmbeddedEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.divided_differences import NAMED, Scalar, of_callable
@@ -35,6 +33,7 @@ from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import EQUAL, HALF, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
+from pmaf.recipe import run
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import (
@@ -47,13 +46,10 @@ from pmaf.runtime.modes import (
 )
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution
-from pmaf.solvers import Auto
 from pmaf.solvers.auto import DENSE
 from pmaf.tangent.kept import Decomposition
 
 Function = str | Callable[[Tensor], Tensor]
-
-_AUTO, _IMPLICIT = Auto(), Implicit()
 
 
 @overload
@@ -114,18 +110,18 @@ def spectral(
 def _dense(A: Tensor, posed: MatrixFunction) -> Tensor:
     """The function of a tensor, real or complex."""
     if not A.is_complex():
-        return _real(A, posed, PrincipalEigenvectors)
+        return _real(A, posed, 1)
     # Every eigenvalue of the embedding occurs twice.
     posed = replace(posed, k=None if posed.k is None else 2 * posed.k)
-    return complex_matrix(_real(real_matrix(A), posed, EmbeddedEigenvectors))
+    return complex_matrix(_real(real_matrix(A), posed, 2))
 
 
-def _real(A: Tensor, posed: MatrixFunction, kind: type[PrincipalEigenvectors]) -> Tensor:
-    """The function of a tensor of float32 or float64; `kind` finds the vectors of a group."""
+def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
+    """The function of a tensor of float32 or float64, of which each eigenvalue occurs so often."""
     if 0 in A.shape:
         return symmetric_part(A)
     with full_precision(A.device), OneThread(A):
-        found = _group(A, posed, kind) if _takes_group(A, posed) else None
+        found = _group(A, posed, copies) if _takes_group(A, posed) else None
         if isinstance(found, Group):
             took("spectral: group")
             return differentiable_group(posed, A, found, _decomposition)
@@ -153,13 +149,11 @@ def _takes_group(A: Tensor, posed: MatrixFunction) -> bool:
 _GROUP_MOST, _GROUP_SHARE = 8, 3
 
 
-def _group(
-    A: Tensor, posed: MatrixFunction, kind: type[PrincipalEigenvectors]
-) -> Group | tuple[Tensor, Tensor] | None:
+def _group(A: Tensor, posed: MatrixFunction, copies: int) -> Group | tuple[Tensor, Tensor] | None:
     """The eigenpairs of the group; None where all are needed, or these if they are known."""
     scalar, fixed = posed.scalar, A.detach()
     # The solvers find the largest eigenvalues.
-    problem = kind(fixed if posed.largest else -fixed, posed.k)
+    problem = PrincipalEigenvectors(fixed if posed.largest else -fixed, posed.k, copies=copies)
     try:
         found = find(problem, None, problem.best_solver(), False, False)
     except OutOfRangeError:  # a decomposition changes units
@@ -193,7 +187,7 @@ def find_by_products(
     if dtype in HALF:
         A = A.with_tensors([x.float() for x in A.tensors])
     mesh = ranks.mesh_of(*A.tensors)
-    found = PrincipalEigenvectors(A, k, largest).run(_AUTO, _IMPLICIT, report=False)
+    found = run(PrincipalEigenvectors(A, k, largest), report=False)
     V = outside(ranks.whole(found.value))
     rows = V.detach().mT
     # The eigenvalues as a matrix: where they repeat, only this one has a derivative.
@@ -289,11 +283,8 @@ def _decomposition(A: Tensor) -> tuple[Tensor, Tensor]:
                 return values, vectors
     fixed = A.detach() if eager or torch.compiler.is_compiling() else constant(A)
     problem = PrincipalEigenvectors(fixed)
-    try:
-        solve = find if eager else solve_opaquely
-        found = solve(problem, None, DENSE, False, False)
-    except OutOfRangeError:  # the operator changes units
-        found = solve_opaquely(problem, None, DENSE, False, False)
+    solve = find_in_range if eager else solve_opaquely
+    found = solve(problem, None, DENSE, False, False)
     assert isinstance(found.kept, Decomposition)
     return found.kept.values, found.kept.rows.mT
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pmaf.certificate import certify_function
-from pmaf.gradients import Gradient, Implicit
+from pmaf.executors.direct import Ended
+from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.spectral import (
     COARSER,
@@ -30,17 +31,17 @@ from pmaf.linalg.roundings import HALF
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
+from pmaf.problem import Problem
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run
+from pmaf.reductions.base import Report, Tensors
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
-from pmaf.runtime.trees import register_tree
-from pmaf.solution import Certificate, Solution
-from pmaf.solvers import Auto, Solver
-
-_AUTO, _IMPLICIT = Auto(), Implicit()
+from pmaf.solution import Certificate
+from pmaf.solvers import Solver
 
 
 @dataclass(frozen=True, eq=False)
-class SpectralFunction:
+class SpectralFunction(Problem):
     """The problem of `pmaf.spectral`, for `pmaf.solve` and `pmaf.certify`.
 
     The solution is `F = V f(Λ) Vᵀ`. Its multipliers are the eigenvalues of the group, the requested
@@ -72,6 +73,9 @@ class SpectralFunction:
     k: int | None = None
     largest: bool = True
 
+    inputs: ClassVar[dict[str, int]] = {"A": 2}
+    compared: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         scalar_of(self.function)
         if known_by_products(self.A):
@@ -86,62 +90,13 @@ class SpectralFunction:
         """Number of eigenpairs."""
         return self.A.shape[-1] if self.k is None else self.k
 
-    def run(
-        self,
-        solver: Solver,
-        gradient: Gradient,
-        *,
-        init: Tensor | None = None,
-        report: bool = True,
-        throw: bool = False,
-    ) -> Solution:
-        """The value of `pmaf.spectral` with a report; `pmaf.solve` calls this."""
-        given = {"solver": solver, "gradient": gradient, "init": init}
-        for name, usual in (("solver", _AUTO), ("gradient", _IMPLICIT), ("init", None)):
-            if given[name] != usual:
-                raise TypeError(
-                    f"{name}={given[name]!r} does not serve SpectralFunction, which has one way to "
-                    "its solution; leave it out"
-                )
-        value: Any
-        A, k, largest = self.A, self.width, self.largest
-        if isinstance(A, Operator):
-            value, found = find_by_products(A, scalar_of(self.function), k, largest)
-            order = found.multiplier.detach().sort(-1, descending=largest).values
-            return replace(found, value=value, multiplier=order, gap=self._gap_by_products(A))
-        value = spectral(A, self.function, self.k, largest=largest)
-        fixed = ranks.whole(A.detach())
-        fixed = fixed.float() if fixed.dtype in HALF else fixed
-        fixed, F = 0.5 * (fixed + fixed.mH), ranks.whole(value.detach()).to(fixed)
-        values = eigenvalues(fixed).flip(-1)
-        n = values.shape[-1]
-        blank = torch.zeros_like(values[..., 0])
-        gap = torch.full_like(blank, torch.inf)
-        if k < n:
-            gap = (values[..., :-1] - values[..., 1:])[..., k - 1 if largest else n - k - 1]
-        product = frobenius(fixed) * frobenius(F)
-        return Solution(
-            value=value,
-            multiplier=values[..., :k] if largest else values[..., n - k :].flip(-1),
-            residual=torch.linalg.matrix_norm((fixed @ F - F @ fixed) / product),
-            gap=gap,
-            iterations=blank.to(torch.int64),
-            converged=torch.isfinite(F).all(-1).all(-1),
-            method="pmaf.spectral",
-        )
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        batch, n = self.A.shape[:-2], self.A.shape[-1]
+        return (*batch, n, n), (*batch, self.width)
 
-    def _gap_by_products(self, A: Operator) -> Tensor:
-        """The distance from the group to the next eigenvalue, from a search that finds it, too."""
-        A, k = _fixed(A), self.width
-        if k == A.shape[-1]:
-            return torch.full(A.batch_shape, torch.inf, dtype=A.dtype.to_real(), device=A.device)
-        more = PrincipalEigenvectors(A, k + 1, self.largest).run(_AUTO, _IMPLICIT)
-        values = more.multiplier
-        return (values[..., k - 1] - values[..., k]).abs()
-
-    def certify(self, value: Any) -> Certificate:
-        """Evidence about a matrix, or about a `LowRank` for an operator."""
-        shape = (*self.A.shape[:-2], *self.A.shape[-1:] * 2)
+    def require_value(self, value: Any) -> None:
+        shape = self.shapes[0]
         wanted: Any = LowRank if isinstance(self.A, Operator) else Tensor
         if not isinstance(value, wanted) or value.shape != shape:
             got = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
@@ -149,6 +104,48 @@ class SpectralFunction:
                 f"a solution of this problem is a {wanted.__name__} of shape {shape}; got "
                 f"{type(value).__name__} {got}"
             )
+
+    def solution(self) -> Ended:
+        """The function with a report."""
+        A, k, largest = self.A, self.width, self.largest
+        if isinstance(A, Operator):
+            F, found = find_by_products(A, scalar_of(self.function), k, largest)
+            order = found.multiplier.detach().sort(-1, descending=largest).values
+            gap = self._gap_by_products(A)
+            known = Report(found.residual, gap, found.iterations, found.converged)
+            both: Any = F, order
+            return Ended(both, known, found.method, found.backward)
+        value = spectral(A, self.function, self.k, largest=largest)
+        fixed = A.detach()
+        fixed = fixed.float() if fixed.dtype in HALF else fixed
+        fixed, F = 0.5 * (fixed + fixed.mH), value.detach().to(fixed)
+        values = eigenvalues(fixed).flip(-1)
+        n = values.shape[-1]
+        blank = torch.zeros_like(values[..., 0])
+        gap = torch.full_like(blank, torch.inf)
+        if k < n:
+            gap = (values[..., :-1] - values[..., 1:])[..., k - 1 if largest else n - k - 1]
+        product = frobenius(fixed) * frobenius(F)
+        known = Report(
+            residual=torch.linalg.matrix_norm((fixed @ F - F @ fixed) / product),
+            gap=gap,
+            iterations=blank.to(torch.int64),
+            converged=torch.isfinite(F).all(-1).all(-1),
+        )
+        order = values[..., :k] if largest else values[..., n - k :].flip(-1)
+        return Ended((value, order), known, "pmaf.spectral")
+
+    def _gap_by_products(self, A: Operator) -> Tensor:
+        """The distance from the group to the next eigenvalue, from a search that finds it, too."""
+        A, k = _fixed(A), self.width
+        if k == A.shape[-1]:
+            return torch.full(A.batch_shape, torch.inf, dtype=A.dtype.to_real(), device=A.device)
+        more = run(PrincipalEigenvectors(A, k + 1, self.largest))
+        values = more.multiplier
+        return (values[..., k - 1] - values[..., k]).abs()
+
+    def certified(self, value: Any) -> Certificate:
+        """Evidence about a matrix, or about a `LowRank` for an operator."""
         with torch.no_grad(), full_precision(self.A.device):
             if isinstance(self.A, Operator):
                 return self._certify_by_products(self.A, value)
@@ -179,9 +176,7 @@ class SpectralFunction:
         k, n, mesh = self.width, A.shape[-1], ranks.mesh_of(*A.tensors)
         row = fixed_rows(n, A.dtype.to_real(), A.device)[1].flip(-1)
         start = torch.stack([row.roll(i) for i in range(k)], -1).to(A.dtype)
-        found = PrincipalEigenvectors(A, k, self.largest).run(
-            _AUTO, _IMPLICIT, init=start, report=False
-        )
+        found = run(PrincipalEigenvectors(A, k, self.largest), init=start, report=False)
         left, right = (ranks.whole(x.detach()).to(A.dtype) for x in F.tensors)
         group = ranks.whole(found.value)
         batch = A.batch_shape
@@ -200,7 +195,30 @@ class SpectralFunction:
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 
 
-register_tree(SpectralFunction, "pmaf.SpectralFunction")
+class FunctionOfSpectrum:
+    """The one way to a function of the spectrum, at the end of its recipe."""
+
+    words = "a decomposition, or the eigenpairs of the group alone"
+
+    def __init__(self, problem: SpectralFunction) -> None:
+        self.problem = problem
+
+    def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
+        return self.problem.changed(A=tensors["A"]).solution()
+
+
+def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: Any) -> Recipe:
+    given = {"solver": (solver, AUTO), "gradient": (gradient, IMPLICIT), "init": (init, None)}
+    for name, (x, usual) in given.items():
+        if x is not usual and x != usual:
+            raise TypeError(
+                f"{name}={x!r} does not serve SpectralFunction, which has one way to its "
+                "solution; leave it out"
+            )
+    return Recipe((), FunctionOfSpectrum(problem.bare()))
+
+
+register(SpectralFunction, _way, lambda problem: ([], problem.bare()))
 
 
 def _fixed(A: Operator) -> Operator:

@@ -1,4 +1,4 @@
-"""Singular triplets by products with the matrix.
+"""The problem of singular triplets, by solvers and by products with the matrix.
 
 A search for eigenvectors of `AᵀA` finds right vectors. Its rounding errors are those of squares. In
 the span of the vectors a small decomposition of their images `AV` gives the triplets to rounding of
@@ -7,32 +7,175 @@ the span of the vectors a small decomposition of their images `AV` gives the tri
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf.autograd.span import again_of_triplets, warn_of_triplets
 from pmaf.autograd.triplets import attach_triplets
 from pmaf.errors import ConvergenceWarning
-from pmaf.gradients import Implicit
-from pmaf.layers.singular_vectors import PrincipalSingularVectors
-from pmaf.linalg.products import one_if_zero
-from pmaf.linalg.roundings import LOOSE, SETTLED
+from pmaf.executors import singular as executors
+from pmaf.executors.direct import Ended
+from pmaf.gradients import Gradient
+from pmaf.gradients.base import Reverse
+from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
+from pmaf.layers.singular_vectors import (
+    PrincipalSingularVectors,
+    coordinates,
+    is_compiled_shape,
+    with_signs,
+)
+from pmaf.linalg.products import dot, one_if_zero
+from pmaf.linalg.roundings import HALF, LOOSE, SETTLED
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import Operator
 from pmaf.operators.rows import Rows
 from pmaf.operators.transposed import Transposed
+from pmaf.recipe import Recipe, register, run
+from pmaf.reductions.base import Reduction, Report, Tensors
+from pmaf.reductions.end import End, Sign
+from pmaf.reductions.precision import Precision
+from pmaf.reductions.wide import Wide
 from pmaf.runtime import ranks
 from pmaf.runtime.caller import warn
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision
+from pmaf.runtime.modes import full_precision, transforms_around
+from pmaf.runtime.text import abbreviated
 from pmaf.solution import PAGE
-from pmaf.solvers import Auto, Solver
+from pmaf.solvers import Solver
+from pmaf.solvers.base import Outcome, Triplets
 from pmaf.tangent.residuals import WORTH
 
 
+@dataclass(frozen=True, eq=False)
+class PrincipalTriplets(PrincipalSingularVectors):
+    """The problem of singular triplets `Av = σu`, `Aᵀu = σv`, of which v is the solution.
+
+    Solvers take tensors with at least as many rows as columns. A vector of theirs is `(u, v)`, of
+    length `m + n`, and left vectors are found beside the solution.
+    """
+
+    form: ClassVar[type] = Triplets
+    few_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        m, n = self.A.shape[-2:]
+        if self.width > min(m, n):
+            raise ValueError(f"k must lie between 1 and min(m, n) = {min(m, n)}; got {self.k}")
+
+    @property
+    def length(self) -> int:
+        return sum(self.A.shape[-2:])
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        several = () if self.k is None else (self.k,)
+        return *super().shapes, (*self.batch_shape, self.A.shape[-2], *several)
+
+    @property
+    def rank(self) -> int:
+        return min(self.A.shape[-2:])
+
+    def found(self, value: Tensor, multiplier: Tensor) -> tuple[Tensor, ...]:
+        left, right = halves(value, self.A.shape[-2])
+        return right.mT, multiplier, left.mT
+
+    def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
+        conditions: Any = TripletConditions(given, self.largest, self.single)
+        found = given.rule.pullback(conditions, given.v, given.needs)  # pyright: ignore
+        return again_of_triplets(found, given.state.shift)
+
+    def newton(
+        self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
+    ) -> Callable[[Tensor], Tensor]:
+        if self.width > self.copies and transforms_around(self.matrix) > 1:
+            warn_of_triplets(found.multiplier)
+        return triplet_newton(self.matrix, fixed.matrix, found, self.largest, self.single)
+
+    def multiplier_at(self, u: Tensor) -> Tensor:
+        left, right = halves(u, self.A.shape[-2])
+        return dot(left, right @ self.matrix.mT)
+
+
+def _coordinates(problem: PrincipalTriplets) -> tuple[list[Reduction], Any]:
+    """Certificates are those of right vectors, which say nothing of left ones."""
+    right = PrincipalSingularVectors(
+        problem.A, None, problem.k, problem.largest, problem.descending, problem.reference
+    )
+    return coordinates(right)
+
+
+def way_of_triplets(
+    problem: PrincipalTriplets, solver: Solver, gradient: Gradient, init: Tensor | None
+) -> Recipe:
+    """The recipe for triplets by solvers, or by products."""
+    m, n = problem.A.shape[-2:]
+    wide: list[Reduction] = [Wide()] * (m < n)
+    if problem.operator is None:
+        # The embedding of the conjugate transpose is the transpose of the embedding.
+        steps, bare = coordinates(problem)
+        return Recipe(*with_signs(problem, [*steps, *wide], bare, solver, gradient))
+    dtype, reference, single = problem.dtype, problem.reference, problem.k is None
+    chain: list[Reduction] = [Precision(dtype, torch.float32)] if dtype in HALF else []
+    block = isinstance(reference, Tensor) and problem.has_columns(reference)
+    lone = init is not None and not problem.has_columns(init)
+    chain += [Sign(single, block, unit=True), End(0, problem.flipped, single, lone), *wide]
+    executor = TripletsByProducts(problem.width, problem.largest, solver)
+    return Recipe(tuple(chain), executor)
+
+
+def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> Recipe | None:
+    """The recipe for triplets of small real matrices."""
+    A, k, reference = posed.matrix, posed.k, posed.reference
+    shape, dtype = A.shape, A.dtype
+    if A.numel() == 0 or dtype.is_complex:
+        return None
+    single = dtype in (*HALF, torch.float32)
+    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
+    wide = shape[-2] < shape[-1]
+    if reference is not None or wide:
+        block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
+        steps.append(Sign(k is None, block, unit=True))
+    if posed.flipped:
+        steps.append(End(0, True, False))
+    if wide:
+        steps.append(Wide())
+        shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
+    if single and not is_compiled_shape(k, shape[-1]):
+        return None
+    problem = posed.bare().changed(k=posed.width, single=single)
+    return Recipe(tuple(steps), executors.Triplets(problem, shape, k is not None))
+
+
+register(PrincipalTriplets, way_of_triplets, _coordinates, compiled_way_of_triplets)
+
+
+class TripletsByProducts:
+    """Triplets of an operator with at least as many rows as columns."""
+
+    def __init__(self, k: int, largest: bool, solver: Solver) -> None:
+        self.k, self.largest, self.solver = k, largest, solver
+
+    @property
+    def words(self) -> str:
+        return f"{self.solver!r}: right vectors of AᵀA, and a small decomposition of their images"
+
+    def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
+        """The triplets; only their singular values are reported on."""
+        A, start = tensors["A"], tensors["init"]
+        left, values, right = triplets_by_products(A, self.k, self.largest, self.solver, start)
+        blank = torch.full_like(values[..., 0], torch.nan).detach()
+        count = torch.zeros_like(blank, dtype=torch.int64)
+        known = Report(blank, blank.clone(), count, torch.ones_like(count, dtype=torch.bool))
+        return Ended((right, values, left), known, abbreviated(self.solver))
+
+
 def triplets_by_products(
-    A: Operator, k: int, largest: bool, solver: Solver | None, init: Tensor | None
+    A: Operator, k: int, largest: bool, solver: Solver, init: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors `(*, m, k)`, values `(*, k)` and right vectors `(*, n, k)`, differentiable.
 
@@ -56,12 +199,10 @@ def triplets_by_products(
     return left.mT, values, right.mT
 
 
-def _searched(
-    A: Operator, k: int, largest: bool, solver: Solver | None, init: Tensor | None
-) -> Tensor:
+def _searched(A: Operator, k: int, largest: bool, solver: Solver, init: Tensor | None) -> Tensor:
     """Right vectors as rows `(B, k, n)`, in descending order of their singular values."""
     problem = PrincipalSingularVectors(A, None, k, largest, descending=True)
-    found = problem.run(solver or Auto(), Implicit(), init=init, report=False)
+    found = run(problem, solver, init=init, report=False)
     return ranks.whole(found.value).mT.reshape(-1, k, A.shape[-1])
 
 
@@ -77,9 +218,7 @@ def _fitted(seen: Rows, right: Tensor) -> _Triplets:
     return _Triplets(left.mT, values, turn.conj() @ right)
 
 
-def _with_null_vectors(
-    seen: Rows, found: _Triplets, scale: Tensor, solver: Solver | None
-) -> _Triplets:
+def _with_null_vectors(seen: Rows, found: _Triplets, scale: Tensor, solver: Solver) -> _Triplets:
     """The smallest triplets, with left vectors from another search where images are rounding.
 
     The image of a right vector is then no multiple of a left one, as `Aᵀu = σv` shows. Where there

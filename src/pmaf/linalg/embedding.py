@@ -9,11 +9,13 @@ twice as often: the vectors of `y` and of `iy` are orthogonal, and belong to one
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmaf.linalg.decompositions import eigh
+from pmaf.runtime.log import took
 
 
 def real_matrix(A: Tensor) -> Tensor:
@@ -93,3 +95,34 @@ def excess(rows: Tensor, dual: Callable[[Tensor], Tensor] = _itself) -> Tensor:
     """The products of complex rows `(*, k, n)` minus the identity, `(*, k, k)`."""
     eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
     return dual(rows) @ rows.mH - eye
+
+
+def means(values: Tensor) -> Tensor:
+    """The mean of each pair, `(*, 2k)` to `(*, k)`."""
+    return values.unflatten(-1, (-1, 2)).mean(-1)
+
+
+def independent(
+    y: Tensor, values: Tensor, dual: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Orthonormal rows `(*, k, n)` from `(*, 2k, n)` in pairs with values `(*, 2k)`, descending.
+
+    If all eigenvalues are apart, the rows of a pair are multiples of each other, and one of them
+    is taken. Where eigenvalues are equal, rows of different pairs are mixed. The inner product is
+    `xᴴMy` if `dual` multiplies rows of the whole batch by M.
+    """
+    k, n = y.shape[-2] // 2, y.shape[-1]
+    options: dict[str, Any] = {} if dual is None else {"dual": dual}
+    rows = y[..., ::2, :]
+    away = excess(rows, **options)
+    # Newton's step towards orthonormal rows squares the error.
+    found = rows - 0.5 * away @ rows
+    mixed = away.abs().amax((-2, -1)) > torch.finfo(y.dtype).eps ** 0.5
+    if mixed.any():
+        took("ied: mixed pairs")
+        mixed = mixed if dual is None else torch.ones_like(mixed)
+        chosen = independent_rows(
+            y[mixed].reshape(-1, 2 * k, n), values[mixed].reshape(-1, 2 * k), **options
+        )
+        found[mixed] = chosen.reshape(found[mixed].shape)
+    return found

@@ -1,43 +1,44 @@
 """Order, number and signs of vectors.
 
-Solvers find the first vectors of the requested end, with that end first and in the default sign.
+Solvers find the first vectors of the requested end, with that end first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pmaf.linalg import sphere
-from pmaf.reductions.base import Found, Tensors
+from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.phases import phases
 
 
 @dataclass(frozen=True)
-class End:
+class End(Reduction):
     """The requested ones of the vectors that were found, in the requested order.
 
     Args:
         skip: how many of the first vectors are left out.
         flipped: whether the requested end is last.
         single: whether one vector is requested, without a dimension for it, and was found with one.
+        lone: whether a start is one vector, without a dimension for it.
     """
 
     skip: int
     flipped: bool
     single: bool
+    lone: bool = False
 
     @property
-    def words(self) -> str:
+    def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         parts = [f"leave out the first {self.skip}"] * (self.skip > 0)
         parts += ["the other order"] * self.flipped
         return ", ".join(parts)
 
-    def apply(self, tensors: Tensors) -> Tensors:
-        return tensors
-
-    def back(self, found: Found, given: Tensors) -> Found:
+    def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         # New tensors, not views: a user may write into what a layer returns.
         if self.single:
             return tuple(x[..., self.skip].clone() for x in found)
@@ -45,9 +46,25 @@ class End:
             return tuple(x[..., self.skip :].flip(-1) for x in found)
         return tuple(x[..., self.skip :].clone() for x in found)
 
+    def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
+        return vectors.unsqueeze(-1) if self.lone else vectors
+
+
+class Smallest(Reduction):
+    """The smallest eigenvalues are the largest of `−A`, in the opposite order."""
+
+    words = "smallest of A -> largest of -A"
+
+    def apply(self, given: Tensors) -> Tensors:
+        return {**given, "A": -given["A"]}
+
+    def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
+        vectors, values = found
+        return vectors, -values
+
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(Reduction):
     """The sign of each vector, or its phase if it is complex, is that of `reference`.
 
     Args:
@@ -62,16 +79,10 @@ class Sign:
 
     words = "signs by the reference"
 
-    def apply(self, tensors: Tensors) -> Tensors:
-        return tensors
-
-    def back(self, found: Found, given: Tensors) -> Found:
+    def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         vectors, values, *partners = found
-        reference = given["reference"]
         rows = vectors.unsqueeze(-2) if self.single else vectors.mT
-        if isinstance(reference, Tensor):
-            reference = reference.detach().to(rows.dtype)
-            reference = reference.mT if self.block else reference.unsqueeze(-2)
+        reference = reference_rows(given["reference"], self.block, rows.dtype)
         fixed = rows.detach()
         unit = fixed if self.unit else sphere.project(fixed)
         if rows.is_complex():
@@ -82,3 +93,11 @@ class Sign:
             factor = sphere.signs(unit, reference)
         factor = factor if self.single else factor.unsqueeze(-2)
         return vectors * factor, values, *(x * factor for x in partners)
+
+
+def reference_rows(reference: Any, block: bool, dtype: torch.dtype) -> Any:
+    """A reference as rows that broadcast to vectors as rows; a rule for signs as it is."""
+    if not isinstance(reference, Tensor):
+        return reference
+    reference = reference.detach().to(dtype)
+    return reference.mT if block else reference.unsqueeze(-2)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pmaf.reductions.base import Found, Tensors
+from pmaf.operators import Operator
+from pmaf.reductions.base import Found, Reduction, Report, Tensors
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Reduction):
     """Tensors of `given` become those of `computed`, and the solution one of `given`.
 
     Half precision is computed in float32; float32 in float64 where squares need all their digits.
@@ -21,15 +23,24 @@ class Precision:
     computed: torch.dtype
 
     @property
-    def words(self) -> str:
+    def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"{self.given} -> {self.computed}".replace("torch.", "")
 
-    def apply(self, tensors: Tensors) -> Tensors:
-        dtype = self.given
-        return {
-            name: x.to(self.computed) if isinstance(x, Tensor) and x.dtype is dtype else x
-            for name, x in tensors.items()
-        }
+    def apply(self, given: Tensors) -> Tensors:
+        return {name: self._computed(x) for name, x in given.items()}
 
-    def back(self, found: Found, given: Tensors) -> Found:
+    def _computed(self, x: Any) -> Any:
+        if isinstance(x, Operator):
+            return x.with_tensors([self._computed(part) for part in x.tensors])
+        return x.to(self.computed) if isinstance(x, Tensor) and x.dtype is self.given else x
+
+    def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         return tuple(x.to(self.given) for x in found)
+
+    def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
+        return self._computed(vectors)
+
+    def report(self, report: Report, found: Found, given: Tensors, posed: Tensors) -> Report:
+        # Of short dtypes a report keeps all digits.
+        dtype = torch.promote_types(self.given, torch.float32)
+        return report._replace(residual=report.residual.to(dtype), gap=report.gap.to(dtype))
