@@ -146,12 +146,12 @@ def end(
     throw: bool = False,
 ) -> Ended:
     """The same with all that was found, such as left vectors."""
+    problem = problem.for_solver(solver)
     require_rules(problem, solver, gradient)
     if init is not None:
         problem.require_start(init)
         # The solution does not depend on the start, and the graph of the start is not needed.
         init = init.detach()
-    problem = problem.for_solver(solver)
     if problem.operator is not None:
         return untraced(_end_by_products)(problem, solver, gradient, init, throw)
     if any(ranks.is_spread(x) for x, _ in problem.parts().values()):
@@ -349,7 +349,7 @@ def _recipe(
         problem = kind(**blank, **dict(zip(kind.options, options, strict=True)))
         if init is not None:
             problem.require_start(init)
-        return compiled(problem, init)
+        return None if problem.operator is not None else compiled(problem, init)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

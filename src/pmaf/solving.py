@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pmaf.errors import refuse_trace
 from pmaf.gradients import Gradient
-from pmaf.operators import Operator
+from pmaf.operators import Diagonal, Operator
 from pmaf.problem import Problem
 from pmaf.recipe import AUTO, IMPLICIT, run, run_finite, ways_of
 from pmaf.reductions.base import posed_by
@@ -97,7 +97,7 @@ def _require_entries(problem: Any) -> None:
     """The problem has entries that can be solved one by one."""
     if not isinstance(problem, Problem):
         raise TypeError(f'nonfinite="report" is not for {type(problem).__name__}')
-    if problem.operator is not None:
+    if any(isinstance(x, Operator) and not isinstance(x, Diagonal) for x in problem.tensors):
         raise TypeError('nonfinite="report" is for tensors, and the problem has an operator')
     require_eager('nonfinite="report"', 'nonfinite="raise"', problem.matrix)
 

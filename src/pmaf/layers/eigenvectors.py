@@ -29,13 +29,14 @@ from pmaf.linalg.embedding import (
     real_matrix,
     real_rows,
 )
-from pmaf.linalg.products import broadcast, norm, symmetric_part
+from pmaf.linalg.products import broadcast, matvec, norm, symmetric_part
 from pmaf.linalg.roundings import blame_range, require_range
 from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
 from pmaf.problem import Problem
+from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
@@ -204,14 +205,41 @@ class PrincipalEigenvectors(Problem):
         errors.require_alike("M", M, "A", A)
         errors.require_broadcast("A", A.shape[:-2], "M", M.shape[:-2])
 
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        """Minus the gradient of `∓½uᴴAu`: `Au`, or `−Au` for the smallest eigenvalues.
+
+        At an eigenvector it is `±λu`, or `±λMu` for a pair. A general matrix has no objective; its
+        eigenvectors are where this is along `u`.
+        """
+        A = inputs[0]
+        if isinstance(A, Operator):
+            image = A(u)
+            if self.symmetric and not A.symmetric:
+                image = 0.5 * (image + A.transposed(u))
+        else:
+            image = matvec(0.5 * (A + A.mH) if self.symmetric else A, u)
+        return image if self.largest else -image
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        A = self.A
+        if isinstance(A, Operator):
+            image = A.over_batch(A.matvec, rows)
+            if self.symmetric and not A.symmetric:
+                image = 0.5 * (image + A.over_batch(A.rmatvec, rows))
+        else:
+            image = rows @ (0.5 * (A + A.mH) if self.symmetric else A).mT
+        return -image if self.largest else image
+
     @property
     def named(self) -> dict[str, Any]:
         return {"A": self.A, "M": self.M, "reference": self.reference}
 
     def parts(self) -> dict[str, tuple[Tensor, int]]:
         found: dict[str, tuple[Tensor, int]] = {"A": (self.matrix, 2)}
-        if self.M is not None:
-            found["M"] = (self.M.d, 1) if isinstance(self.M, Diagonal) else (self.M, 2)
+        if isinstance(self.M, Diagonal):
+            found["M"] = self.M.d, 1
+        elif isinstance(self.M, Tensor):
+            found["M"] = self.M, 2
         if isinstance(self.reference, Tensor):
             found["reference"] = self.reference, self.dims_of(self.reference)
         return found
@@ -219,6 +247,15 @@ class PrincipalEigenvectors(Problem):
     @property
     def tensors(self) -> tuple[Any, ...]:
         return (self.A,) if self.M is None else (self.A, self.M)
+
+    @property
+    def operator(self) -> Operator | None:
+        A, M = self.A, self.M
+        if isinstance(A, Operator):
+            return A
+        # Beside a dense A the entries of M are known or formed, unless they are spread over ranks.
+        spread = isinstance(M, Operator) and ranks.mesh_of(*M.tensors) is not None
+        return M if spread and not isinstance(M, Diagonal) else None
 
     @property
     def batch_shape(self) -> torch.Size:

@@ -248,10 +248,10 @@ class SphereLeastSquares(Problem):
 
 
 def normal_product(A: Tensor | Operator, weights: Tensor | None, rows: Tensor) -> Tensor:
-    """`AᵀWA` times rows `(*, p, n)`."""
+    """`AᴴWA` times rows `(*, p, n)`."""
     images = A.over_batch(A.matvec, rows) if isinstance(A, Operator) else rows @ A.mT
     images = images if weights is None else images * weights.unsqueeze(-2)
-    return A.over_batch(A.rmatvec, images) if isinstance(A, Operator) else images @ A
+    return A.over_batch(A.rmatvec, images) if isinstance(A, Operator) else images @ A.conj()
 
 
 # Arguments.

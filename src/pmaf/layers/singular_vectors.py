@@ -15,11 +15,14 @@ from pmaf.executors.direct import Direct
 from pmaf.executors.singular import CompiledSingularVectors, DecomposedSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
+from pmaf.gradients.constrained import times
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
+from pmaf.layers.least_squares import normal_product
 from pmaf.linalg.embedding import complex_rows, paired_rows
-from pmaf.linalg.products import broadcast, dot, frobenius
+from pmaf.linalg.products import broadcast, dot, frobenius, matvec
 from pmaf.linalg.roundings import HALF, blame_range, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
@@ -34,8 +37,8 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
-from pmaf.solvers.auto import best_singular
-from pmaf.solvers.base import Outcome, SingularVectors
+from pmaf.solvers.auto import KRYLOV, best_singular
+from pmaf.solvers.base import Eigenvectors, Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
 from pmaf.tangent.complement import COMPILED_ROWS
 
@@ -78,7 +81,7 @@ class PrincipalSingularVectors(Problem):
     inputs: ClassVar[dict[str, int]] = {"A": 2, "weights": 1}
     options = ("k", "largest", "descending")
     compared: ClassVar[bool] = False
-    form: ClassVar[type] = SingularVectors
+    decomposed: ClassVar[type] = SingularVectors  # the form of a dense matrix
     degree: ClassVar[int | None] = 1
     homogeneous: ClassVar[int | None] = 1  # of degree one half in the weights
 
@@ -105,7 +108,7 @@ class PrincipalSingularVectors(Problem):
         )
 
     def for_solver(self, solver: Solver) -> Any:
-        dense = self.operator is None and solver.matrix_free
+        dense = self.operator is None and getattr(solver, "matrix_free", False)
         return self.changed(A=Matrix(self.matrix)) if dense else self
 
     def squares(self) -> PrincipalEigenvectors:
@@ -114,6 +117,10 @@ class PrincipalSingularVectors(Problem):
         gram = Gram(self.A, weights=self.weights)
         order = self.descending, self.reference
         return PrincipalEigenvectors(gram, self.k, self.largest, True, *order)
+
+    @property
+    def form(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.decomposed if self.operator is None else Eigenvectors
 
     @property
     def flipped(self) -> bool:
@@ -175,6 +182,8 @@ class PrincipalSingularVectors(Problem):
         self._posed().require_start(init)
 
     def best_solver(self) -> Solver:
+        if self.operator is not None:
+            return KRYLOV
         if self.copies == 2:
             return best_singular(self.changed(k=1)) if self.width == 2 else _SVD
         return best_singular(self)
@@ -190,6 +199,22 @@ class PrincipalSingularVectors(Problem):
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
         return PrincipalEigenvectors(gram, self.k, self.largest).certified(value)
+
+    def force(self, u: Tensor, *inputs: Any) -> Tensor:
+        """Minus the gradient of `∓½‖√W Au‖²`: `AᴴWAu`, or minus that for the smallest ones.
+
+        At a singular vector it is `±σ²u`.
+        """
+        A, weights = (*inputs, None)[:2]
+        if isinstance(A, Operator):
+            image = A.transposed(times(weights, A(u)))
+        else:
+            image = matvec(A.mH, times(weights, matvec(A, u)))
+        return image if self.largest else -image
+
+    def curvature(self, rows: Tensor) -> Tensor:
+        product = normal_product(self.A, self.weights, rows)
+        return -product if self.largest else product
 
     # Differentiation.
 
@@ -270,7 +295,8 @@ def coordinates(problem: PrincipalSingularVectors) -> tuple[list[Reduction], Any
     """The steps to a problem that solvers take, and this problem without its tensors."""
     k, steps = problem.width, []
     if problem.operator is not None:
-        return [Squares(problem.k is None, problem.largest)], problem.squares()
+        more, bare = coordinates_of_eigenvectors(problem.squares())
+        return [Squares(problem.k is None, problem.largest), *more], bare
     bare = problem.bare().changed(k=k, descending=True)
     if problem.dtype.is_complex:
         steps.append(EmbeddedVectors(k, averaged=False))

@@ -58,7 +58,7 @@ class PrincipalTriplets(PrincipalSingularVectors):
     length `m + n`, and left vectors are found beside the solution.
     """
 
-    form: ClassVar[type] = Triplets
+    decomposed: ClassVar[type] = Triplets
     few_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -179,6 +179,8 @@ def triplets_by_products(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors `(*, m, k)`, values `(*, k)` and right vectors `(*, n, k)`, differentiable.
 
+    The requested end is first.
+
     Args:
         A: with at least as many rows as columns.
         init: `(*, n, k)`, where the search starts.
@@ -196,7 +198,8 @@ def triplets_by_products(
     parts = [x.reshape((*batch, *x.shape[1:])) for x in (*found, scale)]
     left, values, right, scale = parts
     left, values, right = attach_triplets(A, (left, values, right), scale, largest, solver)
-    return left.mT, values, right.mT
+    found = left.mT, values, right.mT
+    return found if largest else tuple(x.flip(-1) for x in found)  # pyright: ignore
 
 
 def _searched(A: Operator, k: int, largest: bool, solver: Solver, init: Tensor | None) -> Tensor:
