@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 from pmaf import errors
 from pmaf.executors.direct import Direct, Ended
 from pmaf.gradients import Gradient, Implicit
-from pmaf.linalg.roundings import HALF, OutOfRangeError
+from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Diagonal
 from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back, posed_by
-from pmaf.reductions.precision import Precision
+from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import forward_mode, plain, untraced
@@ -113,8 +113,7 @@ def ways_of(kind: type) -> Ways:
 
 def declared_way(problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None) -> Recipe:
     """The recipe of a problem that says nothing about its way: only short dtypes are reduced."""
-    steps = (Precision(problem.dtype, torch.float32),) if problem.dtype in HALF else ()
-    return Recipe(steps, Direct(problem.bare(), solver, gradient))
+    return Recipe((*of_short(problem.dtype),), Direct(problem.bare(), solver, gradient))
 
 
 _DECLARED = Ways(declared_way, lambda problem: ([], problem.bare()))

@@ -21,7 +21,6 @@ from pmaf.layers.eigenvectors import (
     requested_first,
 )
 from pmaf.layers.pairs import Pair
-from pmaf.linalg.roundings import HALF
 from pmaf.operators.base import Operator, as_operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
@@ -30,7 +29,7 @@ from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign, Smallest
 from pmaf.reductions.field import EmbeddedVectors
 from pmaf.reductions.metric import DenseMetric, FactoredMetric, RowMetric
-from pmaf.reductions.precision import Precision
+from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.solvers import Auto, Solver
@@ -112,9 +111,7 @@ def way_of_eigenvectors(
         raise TypeError(
             f"gradient={gradient!r} is a rule for one matrix; use Implicit() or Unroll() with M"
         )
-    single, steps = problem.k is None, []
-    if dtype in HALF:
-        steps.append(Precision(dtype, torch.float32))
+    single, steps = problem.k is None, of_short(dtype)
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
     steps.append(Sign(single, block, M is None))
@@ -132,11 +129,8 @@ def compiled_way_of_eigenvectors(
 ) -> Recipe | None:
     """The recipe for eigenvectors that compiled kernels find."""
     A, M, k, reference = posed.matrix, posed.M, posed.k, posed.reference
-    steps: list[Reduction] = []
-    dtype = A.dtype
-    if dtype in HALF:
-        steps.append(Precision(dtype, torch.float32))
-        dtype = torch.float32
+    steps = of_short(A.dtype)
+    dtype = torch.float32 if steps else A.dtype
     kernels = native.available and dtype in native.EIGENVECTORS
     if not (posed.symmetric and kernels and A.numel() > 0):
         return None

@@ -247,6 +247,10 @@ class SphereLeastSquares(Problem):
         return least_squares_gradients(self, given)
 
 
+# The unit sphere without options, and without tensors.
+UNIT: Any = SphereLeastSquares.read({"radius": 1.0, "ball": False})
+
+
 def normal_product(A: Tensor | Operator, weights: Tensor | None, rows: Tensor) -> Tensor:
     """`AᴴWA` times rows `(*, p, n)`."""
     images = A.over_batch(A.matvec, rows) if isinstance(A, Operator) else rows @ A.mT

@@ -13,21 +13,19 @@ from pmaf.executors.direct import Direct
 from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
-from pmaf.layers.least_squares import SphereLeastSquares
-from pmaf.linalg.roundings import HALF
+from pmaf.layers.least_squares import UNIT, SphereLeastSquares
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator
 from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, solve_shortly
 from pmaf.reductions.base import Reduction
 from pmaf.reductions.field import EmbeddedLeastSquares
 from pmaf.reductions.metric import VectorMetric
-from pmaf.reductions.precision import Precision
+from pmaf.reductions.precision import of_short
 from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
 from pmaf.solvers import Auto, Secular, Solver
 from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
 
 # The problem of solvers, on the unit sphere, without its tensors.
-_UNIT: Any = SphereLeastSquares.read({"radius": 1.0, "ball": False})
 
 
 def coordinates(problem: SphereLeastSquares) -> tuple[list[Reduction], Any]:
@@ -41,7 +39,7 @@ def coordinates(problem: SphereLeastSquares) -> tuple[list[Reduction], Any]:
     steps.append(Ellipsoid())
     weighted, by_products = problem.weights is not None, problem.operator is not None
     if by_products and not (problem.ball or weighted):
-        return steps, _UNIT
+        return steps, UNIT
     names = {
         "ball": problem.ball,
         "weighted": weighted,
@@ -58,14 +56,13 @@ def way_of_least_squares(
     dtype, by_products = problem.dtype, problem.operator is not None
     steps, bare = coordinates(problem)
     if not problem.has_options:
-        if dtype in HALF:
-            steps.append(Precision(dtype, torch.float32))
+        steps += of_short(dtype)
         radius: Any = problem.radius
         if by_products:
             steps.append(Radius(radius))
         elif radius != 1 or not solver.resolve(problem).takes_any_scale(problem):
             steps.append(RadiusAndUnits(radius))
-        return Recipe(tuple(steps), Direct(_UNIT, solver, gradient))
+        return Recipe(tuple(steps), Direct(UNIT, solver, gradient))
     if not isinstance(gradient, Implicit) and not by_products:
         raise TypeError(
             f"gradient={gradient!r} is for spheres without a tensor for radius, ball=True, M "
@@ -83,17 +80,14 @@ def compiled_way_of_least_squares(posed: SphereLeastSquares, init: Tensor | None
     A, radius, M = posed.matrix, posed.radius, posed.M
     if not native.available or A.numel() == 0 or A.shape[:-1] != posed.b.shape:
         return None
-    dtype = A.dtype
-    steps: list[Reduction] = []
-    if dtype in HALF:
-        steps.append(Precision(dtype, torch.float32))
-        dtype = torch.float32
+    steps = of_short(A.dtype)
+    dtype = torch.float32 if steps else A.dtype
     plain = not posed.has_options
     if plain and dtype == torch.float32 and are_reduced_columns(*A.shape[-2:]):
         if radius != 1:
             assert not isinstance(radius, Tensor)
             steps.append(Radius(float(radius)))
-        return Recipe(tuple(steps), CompiledLeastSquares(_UNIT))
+        return Recipe(tuple(steps), CompiledLeastSquares(UNIT))
     # A start chooses where there are several minimisers, which the kernels do not know of.
     if init is not None or posed.batch_shape != A.shape[:-2]:
         return None

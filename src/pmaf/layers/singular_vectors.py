@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pmaf import errors, native
 from pmaf.executors.direct import Direct
+from pmaf.executors.least_squares import CompiledLeastSquares
 from pmaf.executors.singular import CompiledSingularVectors, DecomposedSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
@@ -20,7 +21,7 @@ from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
-from pmaf.layers.least_squares import normal_product
+from pmaf.layers.least_squares import UNIT, normal_product
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
 from pmaf.linalg.roundings import HALF, blame_range, square_range
@@ -31,13 +32,13 @@ from pmaf.recipe import Recipe, register
 from pmaf.reductions.base import Reduction
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.field import EmbeddedVectors
-from pmaf.reductions.gram import Squares, root_of
-from pmaf.reductions.precision import Precision
+from pmaf.reductions.gram import NullVector, Squares, root_of
+from pmaf.reductions.precision import Precision, of_short
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
-from pmaf.solvers.auto import KRYLOV, best_singular
+from pmaf.solvers.auto import KRYLOV, are_reduced_columns, best_singular
 from pmaf.solvers.base import Eigenvectors, Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -345,15 +346,26 @@ def compiled_way_of_singular_vectors(
     single = dtype in (*HALF, torch.float32)
     if dtype.is_complex or (single and not is_compiled_shape(k, n)):
         return None
-    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
+    ends: list[Reduction] = []
     if reference is not None:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
-        steps.append(Sign(k is None, block, unit=True))
+        ends.append(Sign(k is None, block, unit=True))
+    if single and k is None and weights is None and not posed.largest and is_alone(A.shape):
+        steps: list[Reduction] = of_short(dtype)
+        return Recipe((*steps, *ends, NullVector()), CompiledLeastSquares(UNIT))
+    steps = [Precision(dtype, torch.float64)] if single else []
+    steps += ends
     if posed.flipped:
         steps.append(End(0, True, False))
     problem = posed.bare().changed(single=single)
     executor = CompiledSingularVectors if single else DecomposedSingularVectors
     return Recipe(tuple(steps), executor(problem, A.shape, names))
+
+
+def is_alone(shape: torch.Size) -> bool:
+    """Whether matrices of this shape have one null vector at most, unless their rank is lower."""
+    m, n = shape[-2:]
+    return m >= n - 1 and are_reduced_columns(m, n)
 
 
 def is_compiled_shape(k: int | None, n: int) -> bool:

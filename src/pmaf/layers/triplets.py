@@ -37,7 +37,7 @@ from pmaf.operators.transposed import Transposed
 from pmaf.recipe import Recipe, register, run
 from pmaf.reductions.base import Reduction, Report, Tensors
 from pmaf.reductions.end import End, Sign
-from pmaf.reductions.precision import Precision
+from pmaf.reductions.precision import Precision, of_short
 from pmaf.reductions.wide import Wide
 from pmaf.runtime import ranks
 from pmaf.runtime.caller import warn
@@ -120,7 +120,7 @@ def way_of_triplets(
         steps, bare = coordinates(problem)
         return Recipe(*with_signs(problem, [*steps, *wide], bare, solver, gradient))
     dtype, reference, single = problem.dtype, problem.reference, problem.k is None
-    chain: list[Reduction] = [Precision(dtype, torch.float32)] if dtype in HALF else []
+    chain = of_short(dtype)
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
     chain += [Sign(single, block, unit=True), End(0, problem.flipped, single, lone), *wide]

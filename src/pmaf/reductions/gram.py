@@ -1,4 +1,4 @@
-"""Singular vectors by products, as eigenvectors of `AᵀWA`."""
+"""Singular vectors as solutions of other problems: eigenvectors of `AᵀWA`, and least squares."""
 
 from __future__ import annotations
 
@@ -42,6 +42,23 @@ class Squares(Reduction):
         # From a difference of squares to one of singular values.
         beyond = edge.square() - report.gap if self.largest else edge.square() + report.gap
         return report._replace(gap=(edge - beyond.clamp_min(0).sqrt()).abs())
+
+
+class NullVector(Reduction):
+    """The right singular vector of the smallest singular value minimises `‖Au‖` on the sphere.
+
+    So it is least squares with `b = 0`, whose multiplier is `−σ²`.
+    """
+
+    words = "smallest singular vector -> least squares with b = 0"
+
+    def apply(self, given: Tensors) -> Tensors:
+        A = given["A"]
+        return {**given, "b": A.new_zeros(A.shape[:-1])}
+
+    def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
+        u, multiplier = found
+        return u, (-multiplier).clamp_min(0).sqrt().to(u.dtype)
 
 
 def root_of(squares: Tensor, rounding: Tensor) -> Tensor:

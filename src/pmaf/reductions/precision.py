@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmaf.linalg.roundings import HALF
 from pmaf.operators import Operator
 from pmaf.reductions.base import Found, Reduction, Report, Tensors
+
+
+def of_short(dtype: torch.dtype) -> list[Reduction]:
+    """The step for a dtype that is computed in float32, if it is one."""
+    return [Precision(dtype, torch.float32)] if dtype in HALF else []
 
 
 @dataclass(frozen=True)
