@@ -89,7 +89,7 @@ def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
     columns = problem.columns(value)
     for step, before, after in zip(steps, stages, stages[1:]):
         columns = step.forth(columns, before, after)
-    tensors = {name: stages[-1][name] for name in bare.named}
+    tensors = {name: stages[-1][name] for name in bare.inputs}
     return bare.changed(**tensors).certified(columns)
 
 
