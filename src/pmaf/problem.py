@@ -25,7 +25,7 @@ from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.trees import register_tree
 from pmaf.solution import Certificate
 from pmaf.solvers import Outcome, Solver
-from pmaf.solvers.auto import SECULAR, best_minimum
+from pmaf.solvers.auto import MINIMUM, SECULAR, Line, chosen
 from pmaf.solvers.base import Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
@@ -275,9 +275,9 @@ class Problem(Named):
         values = eigenvalues(symmetric_part(M))
         return values[..., 0], values[..., -1], values.abs().amax(-1) + norm(g)
 
-    def best_solver(self) -> Solver:
-        """The solver that `Auto()` uses."""
-        return best_minimum(self)
+    def choice(self) -> Line:
+        """The solver that `Auto()` uses, and the reason."""
+        return chosen(MINIMUM, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """Evidence about a solution in the coordinates of solvers, from these alone."""

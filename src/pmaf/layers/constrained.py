@@ -26,7 +26,7 @@ from pmaf.reductions.base import Reduction, Tensors
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
-from pmaf.solvers.auto import SECULAR, best_minimum
+from pmaf.solvers.auto import SECULAR
 from pmaf.solvers.base import Outcome
 from pmaf.solvers.exact import solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
@@ -94,9 +94,6 @@ class ConstrainedLeastSquares(Problem):
     def given_sides(self, sides: Tensor) -> tuple[Tensor, Tensor | None]:
         """`b` and the weights."""
         return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
-
-    def best_solver(self) -> Solver:
-        return best_minimum(self)
 
     def forward_solver(self, solver: Solver) -> Solver:
         return SECULAR

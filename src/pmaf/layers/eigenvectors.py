@@ -40,7 +40,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Adaptive, Krylov, Reduction, Solver
-from pmaf.solvers.auto import DENSE, best_eigenvectors
+from pmaf.solvers.auto import DENSE, EIGENVECTORS, Line, chosen
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import NOTHING, Decomposition, Kept, Nothing, Tridiagonal
@@ -276,9 +276,8 @@ class PrincipalEigenvectors(Problem):
         rest = norm(rows @ M.mT - values.detach().unsqueeze(-1) * rows).amax(-1)
         return rest / torch.where(size == 0, torch.ones_like(size), size)
 
-    def best_solver(self) -> Solver:
-        one = self.copies == 2 and self.width == 2
-        return best_eigenvectors(self.changed(k=1, skip=0) if one else self)
+    def choice(self) -> Line:
+        return chosen(EIGENVECTORS, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues in float64, or by products if `A` is an operator.

@@ -55,6 +55,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Solver
+from pmaf.solvers.auto import Line
 from pmaf.solvers.base import Outcome
 from pmaf.solvers.krylov import Krylov, find_eigenvectors
 from pmaf.tangent.bordered import State
@@ -87,8 +88,8 @@ class Pair(PrincipalEigenvectors):
             object.__setattr__(one, field.name, getattr(self, field.name))
         return one.changed(A=C, M=None, reference=None)
 
-    def best_solver(self) -> Solver:
-        return self.alone(self.A).best_solver()
+    def choice(self) -> Line:
+        return self.alone(self.A).choice()
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A, M = self.tensors

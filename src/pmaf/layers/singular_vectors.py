@@ -34,7 +34,7 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
-from pmaf.solvers.auto import best_singular
+from pmaf.solvers.auto import SINGULAR, Line, chosen
 from pmaf.solvers.base import Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -174,10 +174,8 @@ class PrincipalSingularVectors(Problem):
     def require_start(self, init: Tensor) -> None:
         self._posed().require_start(init)
 
-    def best_solver(self) -> Solver:
-        if self.copies == 2:
-            return best_singular(self.changed(k=1)) if self.width == 2 else _SVD
-        return best_singular(self)
+    def choice(self) -> Line:
+        return chosen(SINGULAR, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""

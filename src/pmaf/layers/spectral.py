@@ -155,7 +155,7 @@ def _group(A: Tensor, posed: MatrixFunction, copies: int) -> Group | tuple[Tenso
     # The solvers find the largest eigenvalues.
     problem = PrincipalEigenvectors(fixed if posed.largest else -fixed, posed.k, copies=copies)
     try:
-        found = find(problem, None, problem.best_solver(), False, False)
+        found = find(problem, None, problem.choice().solver, False, False)
     except OutOfRangeError:  # a decomposition changes units
         return None
     if isinstance(found.kept, Decomposition):
