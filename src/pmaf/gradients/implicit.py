@@ -27,6 +27,7 @@ class Implicit(Gradient):
     """
 
     solves = (Minimum, Eigenvectors, SingularVectors)
+    words = "the linear system of the optimality conditions at the solution"
 
     def pullback(
         self, conditions: Conditions, v: Tensor, needs: Sequence[bool]

@@ -27,8 +27,8 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR
-from pmaf.solvers.base import Outcome
-from pmaf.solvers.exact import solve_exactly, solve_inside
+from pmaf.solvers.base import Course, Outcome
+from pmaf.solvers.exact import course_of, solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kkt import Point, invert
 from pmaf.tangent.residuals import conjugate_residuals
@@ -111,6 +111,13 @@ class ConstrainedLeastSquares(Problem):
         b = b.expand(*self.batch_shape, -1)
         return solve_exactly(A, b, init, self.ball, self.single, solver)
 
+    def course(self, solver: Solver) -> Course:
+        A, _, b, _, _ = self.parts_of
+        b = b.expand(*self.batch_shape, -1)
+        if not isinstance(solver, Secular):
+            return solver.course(SphereLeastSquares(A, b))
+        return course_of(A.expand(*self.basis_batch, *A.shape[-2:]), b)
+
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
         A, (b, weights) = self.A, self.given_sides(self.sides)
         if weights is not None:
@@ -182,6 +189,8 @@ class ConstrainedLeastSquares(Problem):
 
 class Stacked(Reduction):
     """The tensors of weighted least squares as the two of a solve."""
+
+    words = "b, M, weights and radius -> beside b, and below A"
 
     def apply(self, given: Tensors) -> Tensors:
         names = ("A", "M", "b", "weights", "radius")
