@@ -110,7 +110,7 @@ def explain(problem_or_layer: Any, *given: Any, traced: bool = False, **options:
     Dense(): decomposition
       why: it is the one that was asked for
       kept: all eigenvectors and eigenvalues
-      gradient: Implicit(): the linear system of the optimality conditions at the solution
+      gradient: Implicit(): the linear system at the solution, by compiled kernels if there are any
     """
     target, by_products = problem_or_layer, False
     if isinstance(target, Problem):
@@ -290,5 +290,5 @@ def _of_pool(
     if isinstance(weights, Tensor) and weights.requires_grad:
         blank = blank.detach().requires_grad_()  # on which the path depends
     words, moments = pool.outline(standing_for(bound.arguments["features"]), blank)
-    found, by_products = _of_layer(*_call_of(ied, (moments, pool.k), {}))
+    found, by_products = _of_layer(*_call_of(ied, (moments, pool.k or 1), {}))
     return replace(found, call="pmaf.PrincipalPool", steps=(words, *found.steps)), by_products

@@ -364,7 +364,8 @@ def _recipe(
         problem = kind(**blank, **dict(zip(kind.options, options, strict=True)))
         if init is not None:
             problem.require_start(init)
-        return compiled(problem, init)
+        # A diagonal matrix that is the first of the inputs is solved by products.
+        return None if isinstance(problem.first, Operator) else compiled(problem, init)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

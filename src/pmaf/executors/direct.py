@@ -58,7 +58,7 @@ class Direct(Executor):
             kinds = problem.may_keep(solver)
             kept = ", or ".join(dict.fromkeys(IN_WORDS[kind] for kind in kinds))
             blank = (kind(*(None,) * len(kind._fields)) for kind in kinds)
-            compiled = any(problem.is_differentiated(problem.tensors, x, None) for x in blank)
+            compiled = all(problem.is_differentiated(problem.tensors, x, None) for x in blank)
             how = BY_KERNELS if compiled and isinstance(self.gradient, Implicit) else how
         words = f"{name}: {first}" if first else name
         return Account(words, why, kept, f"{self.gradient!r}: {how}", then)

@@ -112,6 +112,8 @@ class ConstrainedLeastSquares(Problem):
         return solve_exactly(A, b, init, self.ball, self.single, solver)
 
     def course(self, solver: Solver) -> Course:
+        if self.operator is not None:
+            return super().course(solver)
         A, _, b, _, _ = self.parts_of
         b = b.expand(*self.batch_shape, -1)
         if not isinstance(solver, Secular):
