@@ -35,7 +35,7 @@ from pmaf.solvers import (
     auto,
 )
 from pmaf.solvers import Reduction as Kernels
-from pmaf.tangent.kept import IN_WORDS, Nothing, Reduced
+from pmaf.tangent.kept import IN_WORDS, Nothing
 from tests.quadratic import SphereQuadratic
 from tests.test_reports import SOLVED
 
@@ -563,9 +563,9 @@ def test_without_kernels():
     if not native.available:
         pytest.skip("this is the run without kernels")
     tests = ["does_what_it_is_said", "says_the_same", "shapes_are_enough"]
+    words = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", __file__, "-k", " or ".join(tests)]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0"]
-        + [__file__, "-k", " or ".join(tests)],
+        [sys.executable, "-m", "pytest", *words],
         env=os.environ | {"PMAF_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=Path(__file__).parent.parent,
         capture_output=True,

@@ -28,7 +28,7 @@ from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
 from pmaf.solvers.auto import SECULAR
 from pmaf.solvers.base import Course, Outcome
-from pmaf.solvers.exact import course_of, solve_exactly, solve_inside
+from pmaf.solvers.exact import course_exactly, solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kkt import Point, invert
 from pmaf.tangent.residuals import conjugate_residuals
@@ -118,7 +118,7 @@ class ConstrainedLeastSquares(Problem):
         b = b.expand(*self.batch_shape, -1)
         if not isinstance(solver, Secular):
             return solver.course(SphereLeastSquares(A, b))
-        return course_of(A.expand(*self.basis_batch, *A.shape[-2:]), b)
+        return course_exactly(A.expand(*self.basis_batch, *A.shape[-2:]), b, self.single)
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
         A, (b, weights) = self.A, self.given_sides(self.sides)

@@ -210,7 +210,7 @@ class FunctionOfSpectrum:
         group = "the eigenpairs that are asked for"
         if isinstance(A, Operator):
             _, solver, why = PrincipalEigenvectors(A, k).choice()
-            how = f"{abbreviated(solver)}: products with A, which find {group}, and a small decomposition"
+            how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
         complexes, n = A.is_complex(), A.shape[-1]
         k = None if k == n else k

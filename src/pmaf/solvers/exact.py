@@ -111,14 +111,18 @@ def takes_kernels(A: Tensor, b: Tensor) -> bool:
     return (alike or shared) and b.numel() > 0
 
 
-def course_of(A: Tensor, b: Tensor) -> Course:
-    """What happens to a matrix and `b`, `(*, m)`, around their decomposition, in words."""
-    words = "eigenvectors, and Newton's method for one number"
-    singular = "singular vectors of A, for entries of which AᵀA has too few digits"
+def course_of(A: Tensor, b: Tensor, words: str, then: tuple[str, ...] = ()) -> Course:
+    """What happens to a matrix and `b`, `(*, m)`, if `words` happen where there are no kernels."""
+    words = f"{words}, and Newton's method for one number"
     if not takes_kernels(A, b):
-        return Course(words, (singular,))
+        return Course(words, then)
     again = f"{words}, where the kernels do not converge, or units have to be others"
-    return Course("compiled kernels around a decomposition", (again, singular))
+    return Course("compiled kernels around a decomposition", (again, *then))
+
+
+def course_exactly(A: Tensor, b: Tensor, single: bool) -> Course:
+    """What `solve_exactly` does."""
+    return course_of(A, b, "eigenvectors" if _is_by_gram(A, single) else "singular vectors")
 
 
 def _refined(
@@ -174,9 +178,14 @@ _SHARED = 256
 _ROUNDS = 2
 
 
+def _is_by_gram(A: Tensor, single: bool) -> bool:
+    """Whether `AᵀA` has all digits of the data."""
+    return single and A.dtype == torch.float64
+
+
 def _decomposed(A: Tensor, b: Tensor, single: bool) -> tuple[Spectrum, Tensor, float]:
     """The spectrum of `AᵀA`, the coefficients of `Aᵀb`, and the rounding of the data."""
-    if single and A.dtype == torch.float64:
+    if _is_by_gram(A, single):
         took("less: constrained, eigenvectors")
         return *promoted_spectrum(A, b, small_gram(A)), torch.finfo(torch.float32).eps
     took("less: constrained, singular vectors")

@@ -102,7 +102,8 @@ class Secular(Solver):
         if promoted(A.dtype, min(A.shape[-2:]), A.device):
             return Course("eigenvectors, in float64, and Newton's method for one number")
         shape = torch.Size((*problem.batch_shape, A.shape[-2]))
-        return course_of(A, problem.b.expand(shape))
+        then = "singular vectors of A, for entries of which AᵀA has too few digits"
+        return course_of(A, problem.b.expand(shape), "eigenvectors", (then,))
 
     def advice(self) -> str:
         return "raise max_iterations or use float64"
