@@ -32,6 +32,7 @@ from pmaf.solvers import (
     Secular,
     SimultaneousIteration,
     Solver,
+    adaptive,
     auto,
 )
 from pmaf.solvers import Reduction as Kernels
@@ -301,7 +302,7 @@ def loss_of(found):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.replace(" ", "-"))
 def test_a_call_does_what_it_is_said_to_do(call, monkeypatch):
     layer, given, options, leaves = with_gradients(call)
     told = []
@@ -414,6 +415,34 @@ def test_shapes_are_enough(call, monkeypatch):
         others = {name: change(x) for name, x in options.items()}
         again = pmaf.explain(layer, *(change(x) for x in given), **others)
         assert again == found
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(9,), (40, 20), (40,), (150,), (240,), (230, 2), (300, 3)], ids=str
+)
+@pytest.mark.parametrize("k", [1, 2, 40])
+def test_attempts_are_those_that_are_made(shape, compiled, k, monkeypatch):
+    """Every attempt fails here, so that each of them is seen."""
+    n, *batch = shape
+    k, tried = min(k, n), []
+
+    def failed(way):
+        return lambda *_, **__: tried.append(way)
+
+    monkeypatch.setattr(adaptive, "dominant", failed("power steps"))
+    monkeypatch.setattr(adaptive, "dominant_of_sum", failed("power steps"))
+    monkeypatch.setattr(adaptive, "_krylov", failed("Krylov space"))
+    for A, general in ((symmetric(n, *batch), False), (drawn(*batch, n, n).abs(), True)):
+        if general and k > 1:
+            continue
+        tried.clear()
+        problem = pmaf.PrincipalEigenvectors(A, k, symmetric=not general)
+        solver = Adaptive(compiled=compiled)
+        with collected() as ways:
+            solver.solve(problem)
+        tried.append(in_words("", ways[:1]))
+        assert [words for words, _ in solver.attempts(problem)] == tried
 
 
 def test_a_problem_tells_of_its_layer_where_that_takes_another_way():
