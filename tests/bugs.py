@@ -2739,3 +2739,50 @@ HESSIAN = [
     ),
 ]
 BUGS += HESSIAN
+EXPLAINED = "test_explain.py::test_a_call_does_what_it_is_said_to_do"
+EXPLAIN = [
+    Bug(
+        "explain: steps do not change the shapes that a solver sees",
+        "recipe.py",
+        "given = step.outline(given)",
+        "pass",
+        f"{EXPLAINED}[nullspace] {EXPLAINED}[nullspace-complex] {EXPLAINED}[isvd-wide]",
+    ),
+    Bug(
+        "explain: a start that is drawn has a cached recipe",
+        "explanation.py",
+        "if kind in _SHORT and not drawn:",
+        "if kind in _SHORT:",
+        f"{EXPLAINED}[ied-generator]",
+    ),
+    Bug(
+        "explain: pooling asks for one vector without a dimension",
+        "explanation.py",
+        "(ied, (moments, pool.k or 1), {})",
+        "(ied, (moments, pool.k), {})",
+        f"{EXPLAINED}[pool-tokens] {EXPLAINED}[pool-products]",
+    ),
+    Bug(
+        "explain: Adaptive() tells of power steps on any matrix",
+        "solvers/adaptive.py",
+        "if self.takes_power(work, n) and k == 1 if symmetric else work >= self.general_from:",
+        "if symmetric or work >= self.general_from:",
+        "test_explain.py::test_attempts_are_those_that_are_made",
+    ),
+    Bug(
+        "explain: a solver that was asked for has the reason of another",
+        "executors/direct.py",
+        "        if isinstance(solver, Auto):\n            _, solver, why",
+        "        if True:\n            _, _, why",
+        "test_explain.py::test_a_solver_and_a_rule_of_the_user",
+    ),
+    Bug(
+        "explain: numbers are looked at",
+        "explanation.py",
+        "return function, {name: standing_for(x) for name, x in named.items()}",
+        "return function, named",
+        "test_explain.py::test_shapes_are_enough "
+        "test_explain.py::test_nothing_is_looked_at_or_drawn",
+    ),
+]
+BUGS += EXPLAIN

@@ -39,6 +39,7 @@ ROOMS = [
     "recipe",
     "solving",
     "layers",
+    "explanation",
     "__init__",
 ]
 FILES = sorted((SOURCE / "pmaf").rglob("*.py"))

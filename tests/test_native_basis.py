@@ -59,7 +59,7 @@ def arguments(tensors):
 
 def by_torch(monkeypatch):
     """Switch the kernels of this file off."""
-    monkeypatch.setattr(less, "solve_shortly", lambda *_: None)
+    monkeypatch.setattr(less, "short_recipe", lambda *_: None)
     monkeypatch.setattr(native, "takes_units", lambda *_: False)
 
 

@@ -126,7 +126,7 @@ def forced(monkeypatch):
     def call(layer, *args, **kwargs):
         with monkeypatch.context() as patched:
             for module in (isvd, nullspace):
-                patched.setattr(module, "solve_shortly", lambda *_: None)
+                patched.setattr(module, "short_recipe", lambda *_: None)
             return layer(*args, **kwargs)
 
     return call

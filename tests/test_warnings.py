@@ -106,7 +106,8 @@ def test_a_forward_pass_points_at_its_call(name):
 
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_layers_without_a_choice_of_solvers_point_at_their_call(name, monkeypatch):
-    monkeypatch.setattr(auto, "KRYLOV", FEW)
+    few = auto.Line(lambda problem: True, FEW, "the test has chosen it")
+    monkeypatch.setattr(pmaf.PrincipalEigenvectors, "choice", lambda problem: few)
     for warning in heard(AUTOMATIC[name]):
         assert warning.filename == __file__
         assert warning.lineno in lines_of(AUTOMATIC[name])

@@ -12,6 +12,7 @@ differentiates the solution implicitly:
 
 from pmaf import gradients, metrics, operators, solvers
 from pmaf.errors import ConvergenceError, ConvergenceWarning, NonFiniteError
+from pmaf.explanation import explain
 from pmaf.layers.eigenvectors import Eigenpairs, PrincipalEigenvectors
 from pmaf.layers.ied import IED, ied
 from pmaf.layers.isvd import ISVD, SingularTriplets, isvd
@@ -54,6 +55,7 @@ __all__ = [
     "SpectralFunction",
     "SphereLeastSquares",
     "certify",
+    "explain",
     "gradients",
     "ied",
     "isvd",

@@ -25,8 +25,8 @@ from pmaf.runtime.text import Named, encode_options
 from pmaf.runtime.trees import register_tree
 from pmaf.solution import Certificate
 from pmaf.solvers import Outcome, Solver
-from pmaf.solvers.auto import SECULAR, best_minimum
-from pmaf.solvers.base import Minimum
+from pmaf.solvers.auto import MINIMUM, SECULAR, Line, chosen
+from pmaf.solvers.base import Course, Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept
@@ -275,14 +275,22 @@ class Problem(Named):
         values = eigenvalues(symmetric_part(M))
         return values[..., 0], values[..., -1], values.abs().amax(-1) + norm(g)
 
-    def best_solver(self) -> Solver:
-        """The solver that `Auto()` uses."""
-        return best_minimum(self)
+    def choice(self) -> Line:
+        """The solver that `Auto()` uses, and the reason."""
+        return chosen(MINIMUM, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """Evidence about a solution in the coordinates of solvers, from these alone."""
         by_products = self.operator is not None
         return (certify_minimum_by_products if by_products else certify_minimum)(self, value)
+
+    def may_keep(self, solver: Solver) -> tuple[type[Kept], ...]:
+        """The types of what a solver may keep of this problem for the backward pass."""
+        return solver.may_keep(self)
+
+    def course(self, solver: Solver) -> Course:
+        """What a solver does for this problem, in words; no number is looked at."""
+        return solver.course(self)
 
     def may_fail(self, solver: Solver) -> bool:
         """Whether entries may not converge, so that `converged` has to be looked at."""

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import errors
+from pmaf.executors.base import Account
 from pmaf.executors.direct import Direct, Ended
 from pmaf.gradients import Gradient, Implicit
 from pmaf.linalg.roundings import OutOfRangeError
-from pmaf.operators import Diagonal
+from pmaf.operators import Diagonal, Operator
+from pmaf.reductions import outlines
 from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back, posed_by
 from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
@@ -42,9 +44,20 @@ class Recipe(NamedTuple):
     steps: tuple[Reduction, ...]
     executor: Any  # of which a `Direct` solves every call, and others those that they accept
 
-    def __str__(self) -> str:
-        words = [step.words for step in self.steps]
-        return "\n".join([*(x for x in words if x), self.executor.words])
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What the steps do; those that have nothing to do for this signature are left out."""
+        return tuple(step.words for step in self.steps if step.words)
+
+    def account(self, given: Tensors) -> Account:
+        """What the executor does for tensors of these shapes; no number is looked at."""
+        first = next(iter(given.values()))
+        if not isinstance(first, Operator):
+            given = {name: outlines.without_numbers(x) for name, x in given.items()}
+            for step in self.steps:
+                given = step.outline(given)
+            given = {name: outlines.standing_for(x, first.device) for name, x in given.items()}
+        return self.executor.account(given)
 
     def run(self, given: Tensors) -> Found | None:
         """The solution and its multiplier; None where the executor does not solve these numbers."""
@@ -266,14 +279,16 @@ def run_finite(
 # Calls that compiled kernels solve.
 
 
-def solve_shortly(
+def short_recipe(
     kind: Any,
     given: Tensors,
     options: tuple[Any, ...],
     solver: Solver | None,
     gradient: Gradient | None,
-) -> Found | None:
-    """The solution of a problem and its multiplier by a cached recipe; None if the call has none.
+) -> Recipe | None:
+    """The cached recipe of a call that compiled kernels solve; None if it has none.
+
+    The recipe does not run for all numbers: `Recipe.run` may return None.
 
     Args:
         kind: the class of the problem.
@@ -308,7 +323,7 @@ def solve_shortly(
     start = given["init"]
     if start is not None and not math.isfinite(float(start.detach().sum())):
         return None  # the common path says what is wrong
-    return recipe.run(given)
+    return recipe
 
 
 _STRIDED = torch.strided
@@ -348,7 +363,8 @@ def _recipe(
         problem = kind(**blank, **dict(zip(kind.options, options, strict=True)))
         if init is not None:
             problem.require_start(init)
-        return None if problem.operator is not None else compiled(problem, init)
+        # A diagonal matrix that is the first of the inputs is solved by products.
+        return None if isinstance(problem.first, Operator) else compiled(problem, init)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,18 @@ from pmaf.tangent.kept import NOTHING, Kept
 Common = Callable[[Tensors], Found]
 
 
+class Account(NamedTuple):
+    """What `pmaf.explain` says of the end of a recipe."""
+
+    solver: str  # as the user may write it, and what it does
+    why: str
+    kept: str
+    derivative: str
+    otherwise: tuple[
+        str, ...
+    ] = ()  # what follows for numbers for which the solver does not suffice
+
+
 class Executor:
     """Solves all calls with one signature, and differentiates them.
 
@@ -44,9 +56,11 @@ class Executor:
     def __init__(self, problem: Any, names: tuple[str, ...], way: str) -> None:
         self.problem, self.names, self.way = problem, names, way
 
-    @property
-    def words(self) -> str:
-        """What solves and what differentiates, for `pmaf.explain`."""
+    # Where `solve` returns None, in words.
+    fails: ClassVar[str] = "the kernels find no proof, or units have to be others"
+
+    def account(self, tensors: Tensors) -> Account:
+        """What happens to all tensors of these shapes, for `pmaf.explain`."""
         raise NotImplementedError
 
     def solve(self, tensors: Tensors) -> Found | None:
@@ -97,6 +111,14 @@ class Executor:
 
 
 IMPLICIT = Implicit()
+# How a solution is differentiated: by kernels, or from what is kept.
+BY_KERNELS = (
+    "compiled kernels, and operations of torch where the gradient is differentiated again or the "
+    "kernels fail"
+)
+COMPILED = f"{IMPLICIT!r}: {BY_KERNELS}"
+OF_TORCH = f"{IMPLICIT!r}: {IMPLICIT.words}"
+BY_PRODUCTS = "products with A and its transpose, never its entries"
 
 
 def records(*tensors: Tensor) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from pmaf.autograd.attach import attach
 from pmaf.autograd.forward_mode import forward, require_forward
 from pmaf.autograd.products import attach_products
-from pmaf.executors.base import Executor
-from pmaf.gradients import Gradient, Unroll
+from pmaf.executors.base import BY_KERNELS, BY_PRODUCTS, Account, Executor
+from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.reductions.base import Found, Report, Tensors
 from pmaf.runtime.modes import (
     forward_mode,
@@ -18,7 +18,8 @@ from pmaf.runtime.modes import (
 )
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Backward, announce
-from pmaf.solvers import Outcome, Solver
+from pmaf.solvers import Auto, Outcome, Solver
+from pmaf.tangent.kept import IN_WORDS, Nothing
 
 
 class Ended(NamedTuple):
@@ -41,9 +42,26 @@ class Direct(Executor):
         super().__init__(problem, tuple(problem.inputs), "")
         self.solver, self.gradient = solver, gradient
 
-    @property
-    def words(self) -> str:
-        return f"{self.solver!r}; differentiated by {self.gradient!r}"
+    def account(self, tensors: Tensors) -> Account:
+        problem = self.problem.changed(**{name: tensors.get(name) for name in self.names})
+        solver, why = self.solver, "it is the one that was asked for"
+        if isinstance(solver, Auto):
+            _, solver, why = problem.choice()
+        first, then = problem.course(solver)
+        name = abbreviated(solver)
+        kept, how = IN_WORDS[Nothing], self.gradient.words
+        if problem.operator is not None:
+            how = BY_PRODUCTS
+        elif isinstance(self.gradient, Unroll):
+            kept = "every step of the solver"
+        else:
+            kinds = problem.may_keep(solver)
+            kept = ", or ".join(dict.fromkeys(IN_WORDS[kind] for kind in kinds))
+            blank = (kind(*(None,) * len(kind._fields)) for kind in kinds)
+            compiled = all(problem.is_differentiated(problem.tensors, x, None) for x in blank)
+            how = BY_KERNELS if compiled and isinstance(self.gradient, Implicit) else how
+        words = f"{name}: {first}" if first else name
+        return Account(words, why, kept, f"{self.gradient!r}: {how}", then)
 
     def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
         """The solution with what is known of it; raises `OutOfRangeError` for other units."""

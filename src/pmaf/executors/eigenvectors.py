@@ -10,12 +10,13 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.autograd.node import attach_solved
-from pmaf.executors.base import Common, Executor, records
+from pmaf.executors.base import COMPILED, Account, Common, Executor, records
 from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
-from pmaf.tangent.kept import NOTHING, Kept, Tridiagonal
+from pmaf.solvers.auto import REDUCED
+from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, Tridiagonal
 
 
 class CompiledEigenvectors(Executor):
@@ -33,12 +34,12 @@ class CompiledEigenvectors(Executor):
         # The shape of what is kept of the forward pass, None if it is nothing.
         self.size = (*shape[:-2], numbers) if numbers else None
 
-    @property
-    def words(self) -> str:
-        kept = "the reduction is kept" if self.size else "nothing is kept"
-        return (
-            "Reduction(): compiled kernels, Householder's reduction and Laguerre's method; "
-            f"{kept}; backward: compiled kernels"
+    def account(self, tensors: Tensors) -> Account:
+        return Account(
+            "Reduction(): compiled kernels, Householder's reduction and Laguerre's method",
+            REDUCED.reason,
+            IN_WORDS[Tridiagonal if self.size else Nothing],
+            COMPILED,
         )
 
     def solve(self, tensors: Tensors) -> Found | None:
@@ -111,11 +112,12 @@ class CompiledPairs(CompiledEigenvectors):
         Executor.__init__(self, problem, ("A", "M"), "pairs: compiled")
         self.columns, self.common, self.looked = problem.k is not None, common, False
 
-    @property
-    def words(self) -> str:
-        return (
-            "Reduction(): compiled kernels, a factor of M and Householder's reduction; both are "
-            "kept; backward: compiled kernels"
+    def account(self, tensors: Tensors) -> Account:
+        return Account(
+            "Reduction(): compiled kernels, a Cholesky factor of M and Householder's reduction",
+            REDUCED.reason,
+            IN_WORDS[native.Reduced],
+            COMPILED,
         )
 
     def solve(self, tensors: Tensors) -> Found | None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import Executor, records
+from pmaf.executors.base import COMPILED, Account, Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
-from pmaf.tangent.kept import Exact, Kept
+from pmaf.solvers.auto import DECOMPOSED_MINIMUM, REDUCED_MINIMUM
+from pmaf.tangent.kept import IN_WORDS, Basis, Exact, Kept
 
 
 class CompiledLeastSquares(Executor):
@@ -23,11 +24,15 @@ class CompiledLeastSquares(Executor):
     def __init__(self, problem: Any) -> None:
         super().__init__(problem, ("A", "b"), "less: reduction")
 
-    @property
-    def words(self) -> str:
-        return (
-            "Reduction(): compiled kernels, the reduction of the smaller of AᵀA and AAᵀ and "
-            "Newton's method on the secular equation; backward: compiled kernels"
+    fails = "the lowest singular value repeats in an entry, or a start chooses among minimisers"
+
+    def account(self, tensors: Tensors) -> Account:
+        return Account(
+            "Reduction(): compiled kernels, the reduction of the smaller of AᵀA and AAᵀ, and "
+            "Newton's method for one number",
+            REDUCED_MINIMUM.reason,
+            IN_WORDS[Exact],
+            COMPILED,
         )
 
     def solve(self, tensors: Tensors) -> Found | None:
@@ -82,11 +87,14 @@ class DecomposedLeastSquares(Executor):
         super().__init__(again, _SLOTS, "less: decomposition, compiled")
         self.plan, self.dims = plan, (2, 1, 1, 0, dims)
 
-    @property
-    def words(self) -> str:
-        return (
-            "Secular(): a decomposition, and compiled kernels for the secular equation; the "
-            "eigenbasis is kept; backward: compiled kernels"
+    fails = "the kernels do not converge"
+
+    def account(self, tensors: Tensors) -> Account:
+        return Account(
+            "Secular(): compiled kernels around a decomposition",
+            DECOMPOSED_MINIMUM.reason,
+            IN_WORDS[Basis],
+            COMPILED,
         )
 
     def solve(self, tensors: Tensors) -> Found | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import IMPLICIT, Executor, records
+from pmaf.executors.base import COMPILED, IMPLICIT, OF_TORCH, Account, Executor, records
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularSystem, pulled
 from pmaf.linalg import sphere
@@ -22,8 +22,9 @@ from pmaf.linalg.singular import accuracy, pair_basis, singular_basis
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
+from pmaf.solvers.auto import EXACT_SVD, REDUCED_GRAM
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Kept, SingularBasis
+from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, SingularBasis
 
 
 class DecomposedSingularVectors(Executor):
@@ -36,9 +37,10 @@ class DecomposedSingularVectors(Executor):
         self.columns = problem.k is not None
         self.range = square_range(torch.float64)
 
-    @property
-    def words(self) -> str:
-        return "SVD(): singular value decomposition; all of it is kept, for the backward pass, too"
+    fails = "units have to be others"
+
+    def account(self, tensors: Tensors) -> Account:
+        return _decomposed(OF_TORCH)
 
     def solve(self, tensors: Tensors) -> Found | None:
         given = [tensors[name] for name in self.names]
@@ -82,12 +84,8 @@ class CompiledSingularVectors(Executor):
         self.columns = k is not None
         self.plan = native.forward_plan(torch.Size((*batch, n, n)), torch.float64, k, largest)
 
-    @property
-    def words(self) -> str:
-        return (
-            "Reduction(): compiled kernels, Householder's reduction of the Gram matrix in float64; "
-            "nothing is kept; backward: compiled kernels"
-        )
+    def account(self, tensors: Tensors) -> Account:
+        return _reduced("Householder's reduction of the Gram matrix AᵀA in float64", COMPILED)
 
     def solve(self, tensors: Tensors) -> Found | None:
         given = [tensors[name] for name in self.names]
@@ -128,6 +126,16 @@ class CompiledSingularVectors(Executor):
         return native.Gradients(pulled(z, y, given, needs), None)
 
 
+def _decomposed(derivative: str) -> Account:
+    words = IN_WORDS[SingularBasis]
+    return Account("SVD(): singular value decomposition", EXACT_SVD.reason, words, derivative)
+
+
+def _reduced(how: str, derivative: str) -> Account:
+    words = f"Reduction(): compiled kernels, {how}"
+    return Account(words, REDUCED_GRAM.reason, IN_WORDS[Nothing], derivative)
+
+
 class Triplets(Executor):
     """Triplets of matrices of float64 with at least as many rows as columns.
 
@@ -145,14 +153,14 @@ class Triplets(Executor):
             gram = torch.Size((*shape[:-2], n, n))
             self.plan = native.forward_plan(gram, torch.float64, problem.k, problem.largest)
 
-    @property
-    def words(self) -> str:
+    fails = "a singular value is small, or units have to be others"
+
+    def account(self, tensors: Tensors) -> Account:
         if self.plan is None:
-            return "SVD(): singular value decomposition; it is kept, for the backward pass, too"
-        return (
-            "Reduction(): compiled kernels, right vectors from the Gram matrix in float64; nothing "
-            "is kept; backward: compiled kernels"
-        )
+            return _decomposed(OF_TORCH)
+        several = self.problem.width > 1
+        how = "right vectors from the Gram matrix AᵀA in float64, and left ones from these"
+        return _reduced(how, OF_TORCH if several else COMPILED)
 
     def solve(self, tensors: Tensors) -> Found | None:
         A = tensors["A"]

@@ -59,6 +59,7 @@ class Gradient:
     """A rule for differentiating a solution. Subclasses name the forms of problems they are for."""
 
     solves: ClassVar[tuple[type, ...]] = (Minimum, Eigenvectors)  # the forms that it is for
+    words: ClassVar[str] = "a rule of the user"  # what it does, for `pmaf.explain`
 
     def pullback(
         self, conditions: Any, v: Tensor, needs: Sequence[bool]

@@ -31,6 +31,8 @@ class DDN(Gradient):
     tensor(0.2500)
     """
 
+    words = "the published formula, with the inverse of the objective's second derivatives"
+
     exploit: bool = True
 
     def pullback(

@@ -32,6 +32,7 @@ class IFT(Gradient):
     """
 
     solves = (Eigenvectors,)
+    words = "the linear system of the fixed point y = Ay/‖Ay‖"
 
     exploit: bool = True
 

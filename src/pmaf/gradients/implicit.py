@@ -27,6 +27,7 @@ class Implicit(Gradient):
     """
 
     solves = (Minimum, Eigenvectors, SingularVectors)
+    words = "the linear system at the solution, by compiled kernels if there are any"
 
     def pullback(
         self, conditions: Conditions, v: Tensor, needs: Sequence[bool]

@@ -22,3 +22,5 @@ class Unroll(Gradient):
     >>> A.grad[0, 1].round(decimals=3)
     tensor(0.2500)
     """
+
+    words = "autograd, which has recorded every step"

@@ -26,9 +26,9 @@ from pmaf.reductions.base import Reduction, Tensors
 from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import Secular, Solver
-from pmaf.solvers.auto import SECULAR, best_minimum
-from pmaf.solvers.base import Outcome
-from pmaf.solvers.exact import solve_exactly, solve_inside
+from pmaf.solvers.auto import SECULAR
+from pmaf.solvers.base import Course, Outcome
+from pmaf.solvers.exact import course_exactly, solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kkt import Point, invert
 from pmaf.tangent.residuals import conjugate_residuals
@@ -95,9 +95,6 @@ class ConstrainedLeastSquares(Problem):
         """`b` and the weights."""
         return sides[..., 0, :], sides[..., 1, :] if self.weighted else None
 
-    def best_solver(self) -> Solver:
-        return best_minimum(self)
-
     def forward_solver(self, solver: Solver) -> Solver:
         return SECULAR
 
@@ -113,6 +110,15 @@ class ConstrainedLeastSquares(Problem):
             return solver.solve(SphereLeastSquares(A, b), init=init, report=report)
         b = b.expand(*self.batch_shape, -1)
         return solve_exactly(A, b, init, self.ball, self.single, solver)
+
+    def course(self, solver: Solver) -> Course:
+        if self.operator is not None:
+            return super().course(solver)
+        A, _, b, _, _ = self.parts_of
+        b = b.expand(*self.batch_shape, -1)
+        if not isinstance(solver, Secular):
+            return solver.course(SphereLeastSquares(A, b))
+        return course_exactly(A.expand(*self.basis_batch, *A.shape[-2:]), b, self.single)
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
         A, (b, weights) = self.A, self.given_sides(self.sides)
@@ -185,6 +191,8 @@ class ConstrainedLeastSquares(Problem):
 
 class Stacked(Reduction):
     """The tensors of weighted least squares as the two of a solve."""
+
+    words = "b, M, weights and radius -> beside b, and below A"
 
     def apply(self, given: Tensors) -> Tensors:
         names = ("A", "M", "b", "weights", "radius")

@@ -41,8 +41,8 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Adaptive, Krylov, Reduction, Solver
-from pmaf.solvers.auto import DENSE, best_eigenvectors
-from pmaf.solvers.base import Eigenvectors, Outcome
+from pmaf.solvers.auto import DENSE, EIGENVECTORS, Line, chosen
+from pmaf.solvers.base import Course, Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import NOTHING, Decomposition, Kept, Nothing, Tridiagonal
 
@@ -313,9 +313,8 @@ class PrincipalEigenvectors(Problem):
         rest = norm(rows @ M.mT - values.detach().unsqueeze(-1) * rows).amax(-1)
         return rest / torch.where(size == 0, torch.ones_like(size), size)
 
-    def best_solver(self) -> Solver:
-        one = self.copies == 2 and self.width == 2
-        return best_eigenvectors(self.changed(k=1, skip=0) if one else self)
+    def choice(self) -> Line:
+        return chosen(EIGENVECTORS, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues in float64, or by products if `A` is an operator.
@@ -384,12 +383,21 @@ class PrincipalEigenvectors(Problem):
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         if self.copies == 1:
             return self._searched(solver, init, report)
-        # One vector of a pair gives the other. But a search has to find both, to tell the next
-        # eigenvalue from the second copy of the first.
+        found = self._alone(solver)._searched(solver, init, report)
+        return in_pairs(found, self.width)
+
+    def _alone(self, solver: Solver) -> Any:
+        """The problem of which a solver finds vectors of an embedding.
+
+        One vector of a pair gives the other. But a search has to find both, to tell the next
+        eigenvalue from the second copy of the first.
+        """
         search = isinstance(solver, Krylov)
         search = search or (isinstance(solver, Adaptive) and self.n > COMPILED_ROWS)
-        alone = self if self.width > 2 or search else self.changed(k=1, skip=0)
-        return in_pairs(alone._searched(solver, init, report), self.width)
+        return self if self.width > 2 or search else self.changed(k=1, skip=0)
+
+    def course(self, solver: Solver) -> Course:
+        return solver.course(self if self.copies == 1 else self._alone(solver))
 
     def solved_by_products(self, solver: Solver, init: Tensor | None) -> tuple[Outcome, Any]:
         outcome, seen = super().solved_by_products(solver, init)

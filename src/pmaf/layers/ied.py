@@ -24,7 +24,7 @@ from pmaf.layers.pairs import Pair
 from pmaf.operators.base import Operator, as_operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, solve_shortly
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign, Smallest
 from pmaf.reductions.field import EmbeddedVectors
@@ -76,7 +76,11 @@ def coordinates(problem: PrincipalEigenvectors) -> tuple[list[Reduction], Any]:
 class EntriesOfMetric(Reduction):
     """An `M` that is known by its products is formed."""
 
-    words = "M by products -> dense M"
+    words = "M by its products -> the entries of M"
+
+    def outline(self, given: Tensors) -> Tensors:
+        M = given["M"]
+        return {**given, "M": torch.empty(M.shape, dtype=M.dtype, device="meta")}
 
     def apply(self, given: Tensors) -> Tensors:
         took("pairs: entries of M")
@@ -85,6 +89,8 @@ class EntriesOfMetric(Reduction):
 
 class Operators(Reduction):
     """Both matrices of a pair as operators."""
+
+    words = "pair of A and M -> products with both"
 
     def apply(self, given: Tensors) -> Tensors:
         return {**given, "A": as_operator(given["A"]), "M": as_operator(given["M"])}
@@ -114,7 +120,7 @@ def way_of_eigenvectors(
     single, steps = problem.k is None, of_short(dtype)
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
-    steps.append(Sign(single, block, M is None))
+    steps.append(Sign(single, block, M is None, reference is not None))
     steps.append(End(problem.skip, problem.flipped, single, lone))
     more, bare = coordinates(problem)
     steps += more
@@ -222,7 +228,8 @@ def ied(
     if generator is None:
         given = {"A": A, "M": M, "reference": reference, "init": init}
         options = k, largest, symmetric, descending, skip
-        found = solve_shortly(PrincipalEigenvectors, given, options, solver, gradient)
+        recipe = short_recipe(PrincipalEigenvectors, given, options, solver, gradient)
+        found = None if recipe is None else recipe.run(given)
         if found is not None:
             return _named(Eigenpairs, found[::-1])
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)

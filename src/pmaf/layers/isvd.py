@@ -13,7 +13,7 @@ from pmaf import errors
 from pmaf.layers.eigenvectors import requested_first
 from pmaf.layers.triplets import PrincipalTriplets
 from pmaf.operators import Operator
-from pmaf.recipe import AUTO, end, solve_shortly
+from pmaf.recipe import AUTO, end, short_recipe
 from pmaf.solvers import Auto, Solver
 
 
@@ -69,8 +69,11 @@ def isvd(
     >>> left.abs(), values, right
     (tensor([1., 0., 0.]), tensor(2.), tensor([0., 1.]))
     """
+    if descending is None:
+        descending = largest
     given = {"A": A, "reference": reference, "init": init}
-    short = solve_shortly(PrincipalTriplets, given, (k, largest, descending), solver, None)
+    recipe = short_recipe(PrincipalTriplets, given, (k, largest, descending), solver, None)
+    short = None if recipe is None else recipe.run(given)
     if short is None:
         problem = PrincipalTriplets(A, None, k, largest, descending, reference)
         short = end(problem, solver or AUTO, init=init, report=False).found

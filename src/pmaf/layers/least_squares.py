@@ -26,8 +26,7 @@ from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
-from pmaf.solvers import Solver
-from pmaf.solvers.auto import SECULAR, best_least_squares
+from pmaf.solvers.auto import LEAST_SQUARES, SECULAR, Line, chosen
 from pmaf.solvers.base import LeastSquares
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import Exact, Kept
@@ -169,8 +168,8 @@ class SphereLeastSquares(Problem):
         top = torch.linalg.matrix_norm(self.matrix, 2).square()
         return self.smallest_curvature(), top, self.scale()
 
-    def best_solver(self) -> Solver:
-        return best_least_squares(self)
+    def choice(self) -> Line:
+        return chosen(LEAST_SQUARES, self)
 
     def require_value(self, value: Tensor) -> None:
         errors.require_vector("value", value, "n", or_complex=True)

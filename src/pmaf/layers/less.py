@@ -16,7 +16,7 @@ from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, solve_shortly
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Reduction
 from pmaf.reductions.field import EmbeddedLeastSquares
 from pmaf.reductions.metric import VectorMetric
@@ -170,7 +170,8 @@ def less(
     tensor([1., 0.])
     """
     given = {"A": A, "b": b, "radius": radius, "M": M, "weights": weights, "init": init}
-    found = solve_shortly(SphereLeastSquares, given, (ball,), solver, gradient)
+    recipe = short_recipe(SphereLeastSquares, given, (ball,), solver, gradient)
+    found = None if recipe is None else recipe.run(given)
     if found is not None:
         return found[0]
     problem = SphereLeastSquares(A, b, radius, ball, M, weights)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pmaf import errors
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.operators import Operator
-from pmaf.recipe import AUTO, run, solve_shortly
+from pmaf.recipe import AUTO, run, short_recipe
 from pmaf.solvers import Auto, Solver
 
 
@@ -49,7 +49,8 @@ def nullspace(
     tensor([0.8000, 0.6000])
     """
     given = {"A": A, "weights": weights, "reference": reference, "init": init}
-    found = solve_shortly(PrincipalSingularVectors, given, (k, False, None), solver, None)
+    recipe = short_recipe(PrincipalSingularVectors, given, (k, False, False), solver, None)
+    found = None if recipe is None else recipe.run(given)
     if found is not None:
         return found[0]
     problem = PrincipalSingularVectors(A, weights, k, largest=False, reference=reference)

@@ -55,7 +55,8 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers import Solver
-from pmaf.solvers.base import Outcome
+from pmaf.solvers.auto import Line
+from pmaf.solvers.base import Course, Outcome
 from pmaf.solvers.krylov import Krylov, find_eigenvectors
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Kept, Nothing, Reduced
@@ -87,8 +88,8 @@ class Pair(PrincipalEigenvectors):
             object.__setattr__(one, field.name, getattr(self, field.name))
         return one.changed(A=C, M=None, reference=None)
 
-    def best_solver(self) -> Solver:
-        return self.alone(self.A).best_solver()
+    def choice(self) -> Line:
+        return self.alone(self.A).choice()
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
         A, M = self.tensors
@@ -103,6 +104,26 @@ class Pair(PrincipalEigenvectors):
         found = self._refined(found, root, C)
         kept = Congruence(root.inverse, C) if isinstance(found.kept, Nothing) else found.kept
         return found._replace(kept=kept)
+
+    def may_keep(self, solver: Solver) -> tuple[type[Kept], ...]:
+        kinds = self._reduced().may_keep(solver)
+        return tuple(Congruence if kind is Nothing else kind for kind in kinds)
+
+    def course(self, solver: Solver) -> Course:
+        if self.operator is not None:
+            return super().course(solver)
+        inverse = "the diagonal of M" if _is_diagonal(self.M) else "a Cholesky factor of M"
+        first, then = self._reduced().course(solver)
+        return Course(
+            f"{inverse} makes one matrix of the pair, then {first}, and Newton steps for the pair "
+            "where its residuals are above rounding",
+            then,
+        )
+
+    def _reduced(self) -> PrincipalEigenvectors:
+        """The problem of one matrix of the shape that a dense pair reduces to."""
+        n = self.n
+        return self.alone(self.matrix.expand(*self.batch_shape, n, n))
 
     def may_fail(self, solver: Solver) -> bool:
         # The solver solves for the reduced matrix only.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +117,18 @@ class PrincipalPool(nn.Module):
         # A trace cannot follow a search, whose length depends on the numbers.
         pool = untraced(self._pool) if path == "products" else self._pool
         return pool(X, weights, reference, init, path)
+
+    def outline(self, features: Tensor, weights: Tensor | None) -> tuple[str, Any]:
+        """What is decomposed, in words, and a matrix of its shape, or an operator."""
+        X, weights = self._tokens(features, weights)
+        path = self.path or _fastest(X, weights)
+        dtype = torch.float32 if X.dtype in HALF else X.dtype
+        if path == "products":
+            return "features -> products with their second moments", Gram(X.to(dtype))
+        batch = X.shape[:-2] if weights is None else broadcast(X.shape[:-2], weights.shape[:-1])
+        n = X.shape[-1 if path == "channels" else -2]
+        moments = torch.ones((), dtype=dtype, device=X.device).expand(*batch, n, n)
+        return f"features -> the matrix of second moments of {path}, {n}×{n}", moments
 
     def _pool(
         self,

@@ -38,10 +38,11 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
-from pmaf.solvers.auto import KRYLOV, are_reduced_columns, best_singular
-from pmaf.solvers.base import Eigenvectors, Outcome, SingularVectors
+from pmaf.solvers.auto import SINGULAR, Line, are_reduced_columns, chosen
+from pmaf.solvers.base import Course, Eigenvectors, Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
 from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +183,8 @@ class PrincipalSingularVectors(Problem):
     def require_start(self, init: Tensor) -> None:
         self._posed().require_start(init)
 
-    def best_solver(self) -> Solver:
-        if self.operator is not None:
-            return KRYLOV
-        if self.copies == 2:
-            return best_singular(self.changed(k=1)) if self.width == 2 else _SVD
-        return best_singular(self)
+    def choice(self) -> Line:
+        return chosen(SINGULAR, self)
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
@@ -252,18 +249,33 @@ class PrincipalSingularVectors(Problem):
             )
 
     def solved_by(self, solver: Solver, init: Tensor | None, report: bool) -> Outcome:
-        if self.copies == 1:
-            return self._searched(solver, report)
-        if self.width > 2:
-            # Kernels would mix the vectors of equal singular values.
-            return self._searched(_SVD if isinstance(solver, Compiled) else solver, report)
-        outcome = self.changed(k=1)._searched(solver, report)
+        problem, solver = self._alone(solver)
+        outcome = problem._searched(solver, report)
+        if problem is self:
+            return outcome
         rows, values = outcome.value, outcome.multiplier
         if rows.shape[-2] == self.width:
             return outcome
         # One vector of a pair gives the other.
         pairs, values = paired_rows(complex_rows(rows)), values.repeat_interleave(2, -1)
         return outcome._replace(value=pairs, multiplier=values)
+
+    def _alone(self, solver: Solver) -> tuple[Any, Solver]:
+        """The problem of which vectors are found, and the solver that does it."""
+        if self.copies == 1:
+            return self, solver
+        if self.width > 2:
+            # Kernels would mix the vectors of equal singular values.
+            return self, _SVD if isinstance(solver, Compiled) else solver
+        return self.changed(k=1), solver
+
+    def course(self, solver: Solver) -> Course:
+        problem, solver = self._alone(solver)
+        return solver.course(problem)
+
+    def may_keep(self, solver: Solver) -> tuple[type[Kept], ...]:
+        problem, solver = self._alone(solver)
+        return solver.may_keep(problem)
 
     def _searched(self, solver: Solver, report: bool) -> Outcome:
         self.require_weights()
@@ -322,7 +334,8 @@ def with_signs(
     """The chain with order, signs and precision around changes of coordinates."""
     reference, single = problem.reference, problem.k is None
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
-    chain: list[Reduction] = [Sign(single, block, unit=True), End(0, problem.flipped, single)]
+    sign = Sign(single, block, True, reference is not None)
+    chain: list[Reduction] = [sign, End(0, problem.flipped, single)]
     dtype, short = problem.dtype.to_real(), []
     if dtype != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.

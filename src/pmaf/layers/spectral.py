@@ -121,7 +121,7 @@ def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
     if 0 in A.shape:
         return symmetric_part(A)
     with full_precision(A.device), OneThread(A):
-        found = _group(A, posed, copies) if _takes_group(A, posed) else None
+        found = _group(A, posed, copies) if takes_group(A, posed.k) else None
         if isinstance(found, Group):
             took("spectral: group")
             return differentiable_group(posed, A, found, _decomposition)
@@ -138,9 +138,9 @@ def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
         return differentiable(replace(posed, learned=learned), A, values, vectors)
 
 
-def _takes_group(A: Tensor, posed: MatrixFunction) -> bool:
+def takes_group(A: Tensor, k: int | None) -> bool:
     """Whether k eigenpairs and a linear system are faster than a whole decomposition."""
-    n, k = A.shape[-1], posed.k
+    n = A.shape[-1]
     few = k is not None and k <= min(_GROUP_MOST, n // _GROUP_SHARE)
     return few and plain(A) and not forward_mode(A)
 
@@ -155,7 +155,7 @@ def _group(A: Tensor, posed: MatrixFunction, copies: int) -> Group | tuple[Tenso
     # The solvers find the largest eigenvalues.
     problem = PrincipalEigenvectors(fixed if posed.largest else -fixed, posed.k, copies=copies)
     try:
-        found = find(problem, None, problem.best_solver(), False, False)
+        found = find(problem, None, problem.choice().solver, False, False)
     except OutOfRangeError:  # a decomposition changes units
         return None
     if isinstance(found.kept, Decomposition):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pmaf.certificate import certify_function
+from pmaf.executors.base import BY_PRODUCTS, Account
 from pmaf.executors.direct import Ended
 from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
@@ -22,6 +23,7 @@ from pmaf.layers.spectral import (
     scalar_of,
     size_of,
     spectral,
+    takes_group,
 )
 from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED
@@ -36,8 +38,10 @@ from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run
 from pmaf.reductions.base import Report, Tensors
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
+from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
 from pmaf.solvers import Solver
+from pmaf.tangent.kept import IN_WORDS, Decomposition
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,10 +202,40 @@ class SpectralFunction(Problem):
 class FunctionOfSpectrum:
     """The one way to a function of the spectrum, at the end of its recipe."""
 
-    words = "a decomposition, or the eigenpairs of the group alone"
-
     def __init__(self, problem: SpectralFunction) -> None:
         self.problem = problem
+
+    def account(self, tensors: Tensors) -> Account:
+        A, k = tensors["A"], self.problem.k
+        group = "the eigenpairs that are asked for"
+        if isinstance(A, Operator):
+            _, solver, why = PrincipalEigenvectors(A, k).choice()
+            how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
+            return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
+        complexes, n = A.is_complex(), A.shape[-1]
+        k = None if k == n else k
+        copies, words = (2, " of the real embedding, twice the size") if complexes else (1, "")
+        like = A
+        if complexes:
+            like = torch.ones((), dtype=A.dtype.to_real(), device=A.device)
+            like = like.expand(*A.shape[:-2], 2 * n, 2 * n)
+            k = None if k is None else 2 * k
+        whole = f"decomposition{words}"
+        derivative = f"{IMPLICIT!r}: divided differences of the function"
+        if not takes_group(like, k):
+            why = "all eigenpairs are asked for, or so many that a decomposition finds them faster"
+            return Account(whole, why, IN_WORDS[Decomposition], derivative)
+        problem = PrincipalEigenvectors(like, k, copies=copies)
+        _, solver, why = problem.choice()
+        first, then = problem.course(solver)
+        kinds = dict.fromkeys(IN_WORDS[kind] for kind in problem.may_keep(solver))
+        return Account(
+            f"{abbreviated(solver)}: {first}, for {group}{words}",
+            why,
+            ", or ".join([group, *kinds]),
+            f"{derivative} inside of the group, and outside {IMPLICIT.words}",
+            (*then, f"a {whole} where eigenvalues count as zero or parameters get gradients"),
+        )
 
     def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
         return self.problem.changed(A=tensors["A"]).solution()

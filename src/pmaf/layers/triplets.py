@@ -18,6 +18,7 @@ from pmaf.autograd.span import again_of_triplets, warn_of_triplets
 from pmaf.autograd.triplets import attach_triplets
 from pmaf.errors import ConvergenceWarning
 from pmaf.executors import singular as executors
+from pmaf.executors.base import BY_PRODUCTS, IMPLICIT, Account
 from pmaf.executors.direct import Ended
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
@@ -45,8 +46,9 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision, transforms_around
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import PAGE
-from pmaf.solvers import Solver
+from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
+from pmaf.tangent.kept import IN_WORDS, Nothing
 from pmaf.tangent.residuals import WORTH
 
 
@@ -123,7 +125,8 @@ def way_of_triplets(
     chain = of_short(dtype)
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
-    chain += [Sign(single, block, unit=True), End(0, problem.flipped, single, lone), *wide]
+    sign = Sign(single, block, True, reference is not None)
+    chain += [sign, End(0, problem.flipped, single, lone), *wide]
     executor = TripletsByProducts(problem.width, problem.largest, solver)
     return Recipe(tuple(chain), executor)
 
@@ -139,7 +142,7 @@ def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> R
     wide = shape[-2] < shape[-1]
     if reference is not None or wide:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
-        steps.append(Sign(k is None, block, unit=True))
+        steps.append(Sign(k is None, block, True, reference is not None))
     if posed.flipped:
         steps.append(End(0, True, False))
     if wide:
@@ -160,9 +163,19 @@ class TripletsByProducts:
     def __init__(self, k: int, largest: bool, solver: Solver) -> None:
         self.k, self.largest, self.solver = k, largest, solver
 
-    @property
-    def words(self) -> str:
-        return f"{self.solver!r}: right vectors of AᵀA, and a small decomposition of their images"
+    def account(self, tensors: Tensors) -> Account:
+        solver, why = self.solver, "it is the one that was asked for"
+        if isinstance(solver, Auto):
+            problem = PrincipalSingularVectors(tensors["A"], None, self.k)
+            _, solver, why = problem.choice()
+        return Account(
+            f"{abbreviated(solver)}: products with A, which find right vectors of AᵀA; a small "
+            "decomposition of their images finds left ones",
+            why,
+            IN_WORDS[Nothing],
+            f"{IMPLICIT!r}: {BY_PRODUCTS}",
+            ("a search for left vectors, where singular values are nearly zero",),
+        )
 
     def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
         """The triplets; only their singular values are reported on."""

@@ -30,11 +30,16 @@ class Reduction:
     differentiable operations. Each method has the default of a step that changes nothing.
     """
 
-    words: ClassVar[str] = ""  # what the step does, for `pmaf.explain`
+    # What the step does, for `pmaf.explain`; nothing where a signature leaves nothing to do.
+    words: ClassVar[str] = ""
 
     def apply(self, given: Tensors) -> Tensors:
         """The tensors of the equivalent problem."""
         return given
+
+    def outline(self, given: Tensors) -> Tensors:
+        """The same for tensors on the device "meta", which have no numbers."""
+        return self.apply(given)
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         """The solution of the problem that was `given`, from that of the equivalent one."""

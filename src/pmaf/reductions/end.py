@@ -34,8 +34,9 @@ class End(Reduction):
 
     @property
     def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        parts = [f"leave out the first {self.skip}"] * (self.skip > 0)
-        parts += ["the other order"] * self.flipped
+        first = "the first vector" if self.skip == 1 else f"the first {self.skip} vectors"
+        parts = [f"{first} of the requested end -> left out"] * (self.skip > 0)
+        parts += ["the requested end first -> the requested end last"] * self.flipped
         return ", ".join(parts)
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
@@ -53,7 +54,7 @@ class End(Reduction):
 class Smallest(Reduction):
     """The smallest eigenvalues are the largest of `−A`, in the opposite order."""
 
-    words = "smallest of A -> largest of -A"
+    words = "smallest eigenvalues of A -> largest of −A"
 
     def apply(self, given: Tensors) -> Tensors:
         return {**given, "A": -given["A"]}
@@ -71,13 +72,18 @@ class Sign(Reduction):
         single: whether there is one vector, without a dimension for it.
         block: whether the reference has a column for each vector.
         unit: whether the vectors are unit vectors, and not those of a pair.
+        asked: whether there is a reference; all ones take the place of one that is missing.
     """
 
     single: bool
     block: bool
     unit: bool
+    asked: bool = True
 
-    words = "signs by the reference"
+    @property
+    def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        chosen = "by the reference" if self.asked else "so that its components have a positive sum"
+        return f"sign or phase of each vector -> chosen {chosen}"
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         vectors, values, *partners = found

@@ -43,13 +43,18 @@ class EmbeddedVectors(Reduction):
     words = _WORDS
 
     def apply(self, given: Tensors) -> Tensors:
+        posed = self.outline(given)
+        dense = isinstance(posed["A"], Tensor) and posed.get("M") is not None
+        if dense and not is_compiling():  # a trace cannot follow a log
+            took("pairs: complex")
+        return posed
+
+    def outline(self, given: Tensors) -> Tensors:
         A, M, weights = given["A"], given.get("M"), given.get("weights")
         by_products = isinstance(A, Operator) or _is_known_by_products(M)
         posed = {**given, "A": embedded(as_operator(A) if by_products else A)}
         if M is not None:
             posed["M"] = _metric(M, by_products)
-            if not (by_products or is_compiling()):  # a trace cannot follow a log
-                took("pairs: complex")
         if weights is not None:
             posed["weights"] = weights.repeat_interleave(2, -1)
         return posed

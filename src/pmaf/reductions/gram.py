@@ -24,7 +24,9 @@ class Squares(Reduction):
     single: bool
     largest: bool
 
-    words = "singular vectors of A -> eigenvectors of AᵀWA, by products"
+    words = (
+        "singular vectors of A -> eigenvectors of AᵀA by products, with weights if there are any"
+    )
 
     def apply(self, given: Tensors) -> Tensors:
         return {**given, "A": Gram(given["A"], weights=given["weights"]), "M": None}

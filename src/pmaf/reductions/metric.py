@@ -29,7 +29,7 @@ class DenseMetric(Reduction):
 class RowMetric(Reduction):
     """A diagonal `M` becomes its diagonal as a row `(*, 1, n)`, and a `Matrix` its tensor."""
 
-    words = "M -> its entries"
+    words = "M as an operator -> the tensor that it holds"
 
     def apply(self, given: Tensors) -> Tensors:
         M = given["M"]
@@ -41,7 +41,7 @@ class RowMetric(Reduction):
 class VectorMetric(Reduction):
     """A diagonal `M` becomes its diagonal `(*, n)`."""
 
-    words = "M -> its diagonal"
+    words = "diagonal M -> its diagonal"
 
     def apply(self, given: Tensors) -> Tensors:
         return {**given, "M": given["M"].d}
@@ -55,7 +55,7 @@ class FactoredMetric(Reduction):
     diagonal `M`; other pairs are differentiated without a factor (`layers/pairs.py`).
     """
 
-    words = "pair -> coordinates of M = TTᵀ"
+    words = "pair of A and M -> one matrix, in coordinates of M = TTᵀ"
 
     def apply(self, given: Tensors) -> Tensors:
         A, M = given["A"], given["M"]

@@ -62,6 +62,11 @@ class RadiusAndUnits(Radius):
 
     always: bool = False
 
+    @property
+    def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        units = "entries whose squares leave the range of the dtype -> other units"
+        return f"{super().words}; {units}" if self.radius != 1 else units
+
     def apply(self, given: Tensors) -> Tensors:
         A, b, exponents = in_range(given["A"], given["b"], self.radius, self.always)
         return {**given, "A": A, "b": b, "exponents": exponents}
@@ -83,7 +88,7 @@ class Ellipsoid(Reduction):
     metric `M′`, `(*, n, n)` or `(*, 1, n)` if it is diagonal, and `ρ′`; None for what there is not.
     """
 
-    words = "ellipsoid, radius and weights -> unit sphere in coordinates of M"
+    words = "radius, M and weights, as far as there are any -> unit sphere, in other coordinates"
 
     def apply(self, given: Tensors) -> Tensors:
         A, b, M, weights, radius = (given[x] for x in ("A", "b", "M", "weights", "radius"))

@@ -24,7 +24,7 @@ class Units(Reduction):
     `recipe.py` adds it for one call where a solver raises `OutOfRangeError`.
     """
 
-    words = "entries whose squares leave the range -> powers of two less"
+    words = "entries whose squares leave the range of the dtype -> other units"
 
     def __init__(self, problem: Any, unit: Tensor) -> None:
         """For a problem without its tensors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,11 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import DECOMPOSED
 from pmaf.linalg.symmetric_part import FORM_TO, SymmetricPart, right_product
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Eigenvectors, Outcome, Solver
+from pmaf.solvers.base import Course, Eigenvectors, Outcome, Solver
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.reduction import Reduction, is_compiled
 from pmaf.solvers.report import outcome, without_report
-from pmaf.tangent.kept import NOTHING, Factor, Kept, Rate
+from pmaf.tangent.kept import NOTHING, Factor, Kept, Nothing, Rate
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Adaptive(Solver):
             A = A.reshape(-1, n, n)
         work = A.numel()
         tolerance = DECOMPOSED * torch.finfo(A.dtype).eps
-        if work >= self.general_from and not problem.symmetric:
+        if not problem.symmetric and work >= self.general_from:
             A = A.contiguous()
 
             def product(x: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ class Adaptive(Solver):
     def power(self, A: Tensor, tolerance: float) -> Dominant | None:
         """The result of power steps; None where they are not tried or do not suffice."""
         work, n = A.numel(), A.shape[-1]
-        if work < self.power_from or n < self.power_size:
+        if not self.takes_power(work, n):
             return None
         if n <= FORM_TO:
             return dominant_of_sum(A, tolerance)
@@ -116,9 +118,33 @@ class Adaptive(Solver):
         start = longest_row(part.matrix, part)
         return dominant(part, part.exact, start, tolerance, symmetric=True)
 
+    def takes_power(self, work: int, n: int) -> bool:
+        """Whether power steps are tried on symmetric matrices of `work` entries together."""
+        return work >= self.power_from and n >= self.power_size
+
     def takes_krylov(self, work: int, n: int, k: int) -> bool:
         """Whether a Krylov space is tried, for `work` entries of all matrices together."""
         return work >= self.krylov_from and n >= self.krylov_size and k <= n // 16
+
+    def attempts(self, problem: Eigenvectors) -> Iterator[tuple[str, type[Kept]]]:
+        """What `solve` tries for matrices of this shape, and what it keeps, until one suffices."""
+        n, k, A = problem.n, problem.width, problem.matrix
+        work, symmetric = A.numel(), problem.symmetric
+        if self.takes_power(work, n) and k == 1 if symmetric else work >= self.general_from:
+            yield "power steps", Rate
+        if symmetric and self.compiled and is_compiled(A, k):
+            yield "compiled kernels", Nothing
+            return
+        if symmetric and self.takes_krylov(work, n, k):
+            yield "Krylov space", Factor
+        yield "decomposition", _DENSE.keeps(problem)
+
+    def may_keep(self, problem: Any) -> tuple[type[Kept], ...]:
+        return tuple(kind for _, kind in self.attempts(problem))
+
+    def course(self, problem: Any) -> Course:
+        first, *others = (words for words, _ in self.attempts(problem))
+        return Course(first, tuple(_THEN[words] for words in others))
 
     def takes_any_scale(self, problem: Eigenvectors) -> bool:
         # Power steps on small matrices handle every scale, and so may a decomposition.
@@ -190,6 +216,12 @@ def _outcome(
 
 
 _DENSE, _REDUCTION = Dense(), Reduction()
+# When an attempt is made that is not the first one.
+_THEN = {
+    "compiled kernels": "compiled kernels where no eigenvalue dominates",
+    "Krylov space": "a Krylov space where no eigenvalue dominates",
+    "decomposition": "a decomposition where nothing before it has proved its result",
+}
 
 
 def _limit(n: int) -> int:

@@ -1,19 +1,23 @@
 """The default solver, which chooses another solver for each problem.
 
-The comment on each threshold names the benchmark that it was measured with; other machines may need
-other thresholds.
+Each choice is a table. Its lines are asked in order, and the first that applies says which solver
+runs; `pmaf.explain` prints the reason that stands beside it. The conditions look at shapes, dtypes,
+devices and options, never at numbers. The comment on each threshold names the benchmark that it was
+measured with; other machines may need other thresholds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pmaf import native
+from pmaf.operators.base import Operator
 from pmaf.runtime.modes import plain
 from pmaf.solvers.adaptive import Adaptive
 from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, SingularVectors, Solver
@@ -41,7 +45,26 @@ class Auto(Solver):
         return self.resolve(problem).solve(problem, init=init, report=report)
 
     def resolve(self, problem: Any) -> Solver:
-        return problem.best_solver()
+        return problem.choice().solver
+
+
+class Line(NamedTuple):
+    """A line of a table: where `applies` is true, `solver` runs, for the `reason`."""
+
+    applies: Callable[..., bool]
+    solver: Solver
+    reason: str
+
+
+Table = tuple[Line, ...]
+
+
+def chosen(table: Table, problem: Any) -> Line:
+    """The first line that applies; the last one always does."""
+    for line in table:
+        if line.applies(problem):
+            return line
+    raise AssertionError("the last line of a table applies to every problem")
 
 
 # Created at import: constructing a solver serialises it to text, which costs more than a small
@@ -64,14 +87,30 @@ _REDUCED_COLUMNS = 256
 _TRACED_ROWS = 128
 
 
-def best_minimum(problem: Any) -> Solver:
-    """The solver for a quadratic function on the sphere."""
-    return SECULAR if problem.operator is None else KRYLOV
+# Conditions.
 
 
-def is_reduced_minimum(A: Tensor, batch: torch.Size) -> bool:
-    """Whether compiled kernels are the fastest for a batch of least squares with `A`."""
-    small = are_reduced_columns(*A.shape[-2:]) and A.shape[:-2] == batch
+def _is_any(problem: Any) -> bool:
+    return True
+
+
+def _is_known_by_products(problem: Any) -> bool:
+    return isinstance(problem.A, Operator)
+
+
+def _is_pair_of_products(problem: Any) -> bool:
+    """The same for a pair, one of whose matrices may be dense."""
+    return isinstance(problem.A, Operator) or isinstance(problem.M, Operator)
+
+
+def _has_operator(problem: Any) -> bool:
+    return problem.operator is not None
+
+
+def _is_reduced_minimum(problem: Any) -> bool:
+    """Whether compiled kernels are the fastest for a batch of least squares."""
+    A = problem.A
+    small = are_reduced_columns(*A.shape[-2:]) and A.shape[:-2] == problem.batch_shape
     return small and plain(A) and takes_least_squares(A)
 
 
@@ -95,25 +134,30 @@ def are_decomposed(shape: torch.Size, dtype: torch.dtype, sphere: bool) -> bool:
     return dtype == torch.float64 and not factored
 
 
-def best_least_squares(problem: Any) -> Solver:
-    """The solver for least squares on the sphere."""
-    if problem.operator is not None:
-        return KRYLOV
-    A, batch = problem.matrix, problem.batch_shape
+def _is_not_factored(problem: Any) -> bool:
+    """Whether a Cholesky factor does not serve least squares."""
+    A, batch = problem.A, problem.batch_shape
     m, n = A.shape[-2:]
-    if is_reduced_minimum(A, batch):
-        return _REDUCTION
-    # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
-    if not (m >= n >= _FACTORED_COLUMNS and A.shape[:-2] == batch):
-        return SECULAR
+    return not (m >= n >= _FACTORED_COLUMNS and A.shape[:-2] == batch)
+
+
+def _is_factored_slowly(problem: Any) -> bool:
+    """Whether there are few entries, where the size of the batch is known."""
     # A traced program may run on batches of any size, so that their size must not decide.
-    few = plain(A) and batch.numel() * n * n < _FACTORED_ENTRIES
-    return SECULAR if few else _CHOLESKY
+    n, A = problem.A.shape[-1], problem.A
+    return plain(A) and problem.batch_shape.numel() * n * n < _FACTORED_ENTRIES
 
 
-def is_reduced(A: Tensor, k: int) -> bool:
-    """Whether compiled kernels are the fastest for k eigenvectors of matrices like `A`."""
-    return are_reduced(k, A.shape[-1]) and native.takes_eigenvectors(A)
+def _is_reduced(problem: Any) -> bool:
+    """Whether compiled kernels are the fastest for eigenvectors of matrices like `A`."""
+    if not problem.symmetric:
+        return False
+    A = problem.A
+    # One vector of a pair of copies gives the other.
+    k = 1 if problem.copies == 2 == problem.width else problem.width
+    if plain(A):
+        return are_reduced(k, A.shape[-1]) and native.takes_eigenvectors(A)
+    return is_compiled(A, k)
 
 
 def are_reduced(k: int, n: int) -> bool:
@@ -121,18 +165,119 @@ def are_reduced(k: int, n: int) -> bool:
     return n <= _REDUCED_ROWS and are_few(k, n)
 
 
-def best_eigenvectors(problem: Any) -> Solver:
-    """The solver for eigenvectors."""
-    if problem.operator is not None:
-        return KRYLOV
-    A, k = problem.matrix, problem.width
-    if problem.symmetric and (is_reduced if plain(A) else is_compiled)(A, k):
-        return _REDUCTION
-    small = problem.symmetric and problem.n < _TRACED_ROWS
-    return DENSE if small and not plain(A) else _ADAPTIVE
+def _is_traced_and_small(problem: Any) -> bool:
+    A = problem.A
+    return problem.symmetric and A.shape[-1] < _TRACED_ROWS and not plain(A)
 
 
-def best_singular(problem: Any) -> Solver:
-    """The solver for right singular vectors of a tensor."""
+def _is_mixed(problem: Any) -> bool:
+    """Whether several singular values occur twice, whose vectors kernels would mix."""
+    return problem.copies == 2 and problem.width > 2
+
+
+def _is_double(problem: Any) -> bool:
     # Only numbers that float32 holds have a Gram matrix that kernels may work on.
-    return _REDUCTION if problem.single and is_compiled(problem.matrix, problem.width) else _SVD
+    return not problem.single
+
+
+def _is_reduced_gram(problem: Any) -> bool:
+    return is_compiled(problem.A, 1 if problem.copies == 2 else problem.width)
+
+
+# Lines that recipes by compiled kernels share with a table, or have alone.
+
+REDUCED_MINIMUM = Line(
+    _is_reduced_minimum,
+    _REDUCTION,
+    f"for float32 and min(m, n) up to {_REDUCED_COLUMNS} compiled kernels are the fastest, if no "
+    "two problems share a matrix",
+)
+DECOMPOSED_MINIMUM = Line(
+    are_decomposed,
+    SECULAR,
+    f"up to {native.UNIT_ENTRIES:,} entries of a matrix, compiled kernels around a decomposition "
+    "are faster than operations of torch",
+)
+REDUCED = Line(
+    _is_reduced,
+    _REDUCTION,
+    f"up to {_REDUCED_ROWS} rows compiled kernels, which compute few eigenpairs and no others, are "
+    "faster than power steps or a decomposition",
+)
+REDUCED_GRAM = Line(
+    _is_reduced_gram,
+    _REDUCTION,
+    "in float64 AᵀA has all digits of a matrix of float32, and compiled kernels compute few "
+    "eigenpairs of it and no others",
+)
+EXACT_SVD = Line(
+    _is_double, _SVD, "in this dtype AᵀA would lose digits of A, so that A itself is decomposed"
+)
+_BY_PRODUCTS = "A is known by its products, and this search needs nothing else"
+
+# Tables.
+
+# A quadratic function on the sphere.
+MINIMUM: Table = (
+    Line(_has_operator, KRYLOV, _BY_PRODUCTS),
+    Line(_is_any, SECULAR, "in its eigenvectors every quadratic function is a scalar equation"),
+)
+# Least squares on the sphere.
+LEAST_SQUARES: Table = (
+    Line(_is_known_by_products, KRYLOV, _BY_PRODUCTS),
+    REDUCED_MINIMUM,
+    # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
+    Line(
+        _is_not_factored,
+        SECULAR,
+        f"matrices that are wide, have fewer than {_FACTORED_COLUMNS} columns, or belong to "
+        "several problems are decomposed once",
+    ),
+    Line(
+        _is_factored_slowly,
+        SECULAR,
+        f"for fewer than {_FACTORED_ENTRIES:,} entries of all AᵀA together an eigendecomposition "
+        "is faster than two Cholesky factors",
+    ),
+    Line(
+        _is_any,
+        _CHOLESKY,
+        f"from {_FACTORED_ENTRIES:,} entries of all AᵀA together on, and in traces, two Cholesky "
+        "factors are faster than an eigendecomposition",
+    ),
+)
+# Eigenvectors.
+EIGENVECTORS: Table = (
+    Line(_is_pair_of_products, KRYLOV, _BY_PRODUCTS),
+    REDUCED,
+    Line(
+        _is_traced_and_small,
+        DENSE,
+        "a trace has to know in advance what a solve returns, and a decomposition always returns "
+        "the same",
+    ),
+    Line(
+        _is_any,
+        _ADAPTIVE,
+        "the numbers decide what is fastest, and an attempt takes little time compared with the "
+        "next one",
+    ),
+)
+# Right singular vectors, and triplets.
+SINGULAR: Table = (
+    Line(_is_known_by_products, KRYLOV, _BY_PRODUCTS),
+    Line(
+        _is_mixed,
+        _SVD,
+        "every singular value of a complex matrix occurs twice, and kernels would mix the vectors "
+        "of several",
+    ),
+    EXACT_SVD,
+    REDUCED_GRAM,
+    Line(
+        _is_any,
+        _SVD,
+        "for so many columns or vectors a whole decomposition is faster than compiled kernels, or "
+        "there are none",
+    ),
+)

@@ -142,6 +142,13 @@ class Triplets(SingularVectors, Protocol):
     """The same with left vectors: every row is `(u, v)`. There are no weights, and `m ≥ n`."""
 
 
+class Course(NamedTuple):
+    """What a solver does for all problems of one shape, in words."""
+
+    first: str = ""  # what it does, as far as shapes decide
+    then: tuple[str, ...] = ()  # what follows for numbers for which that does not suffice
+
+
 class Solver(Configured):
     """A way to solve a problem. Subclasses implement `solve` and name the forms they solve."""
 
@@ -173,6 +180,14 @@ class Solver(Configured):
     def keeps(self, problem: Any) -> type[Kept]:
         """The type of `Outcome.kept`, which a trace has to know before the solve runs."""
         return Nothing
+
+    def may_keep(self, problem: Any) -> tuple[type[Kept], ...]:
+        """The types that `Outcome.kept` may have after a solve in eager mode."""
+        return (self.keeps(problem),)
+
+    def course(self, problem: Any) -> Course:
+        """What `solve` does for the problem, whose numbers are not looked at; for `explain`."""
+        return Course()
 
     def takes_any_scale(self, problem: Any) -> bool:
         """Whether `solve` accepts entries whose squares leave the range of the dtype."""

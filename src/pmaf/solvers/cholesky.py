@@ -28,7 +28,7 @@ from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, long_norm, matvec, norm, rmatvec
 from pmaf.linalg.roundings import LOOSE, NOISE
 from pmaf.runtime.log import took
-from pmaf.solvers.base import LeastSquares, Outcome, Solver
+from pmaf.solvers.base import Course, LeastSquares, Outcome, Solver
 from pmaf.solvers.factored_newton import (
     CLOSE,
     Point,
@@ -91,6 +91,16 @@ class Cholesky(Solver):
             found = _with_factor(Outcome.of(flat), gram)
         *fields, factor = (x.reshape(batch + x.shape[1:]) for x in (*found.tensors, *found.factor))
         return Outcome.of(fields, Factor(factor))
+
+    def course(self, problem: Any) -> Course:
+        m, n = problem.matrix.shape[-2:]
+        if m < n:
+            return Secular().course(problem)
+        then = (
+            "a Krylov space with a second start, Cholesky factors, in float64, and eigenvectors, "
+            "for entries that are not proved"
+        )
+        return Course("Cholesky factors", (then,))
 
     def advice(self) -> str:
         return "use Secular() or float64"

@@ -11,7 +11,7 @@ from torch import Tensor
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Eigenvectors, Outcome, Solver
+from pmaf.solvers.base import Course, Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import gap_of, without_report
 from pmaf.tangent.kept import Decomposition, Kept, Nothing
 
@@ -41,6 +41,9 @@ class Dense(Solver):
 
     def keeps(self, problem: Any) -> type[Kept]:
         return Decomposition if problem.symmetric else Nothing
+
+    def course(self, problem: Any) -> Course:
+        return Course("decomposition")
 
     def takes_any_scale(self, problem: Eigenvectors) -> bool:
         # LAPACK's syevd scales a matrix whose entries are near the ends of the range.

@@ -27,7 +27,7 @@ from pmaf.linalg.secular import secular_root
 from pmaf.operators.rows import Rows
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.solvers.base import Outcome
+from pmaf.solvers.base import Course, Outcome
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kept import Basis
 from pmaf.tangent.kkt import Point, invert
@@ -90,11 +90,7 @@ def solve_compiled(
     `b` is `(*, m)` with all batch dimensions of the problem; one matrix may be there for all. With
     `rooted`, multiplier and gap are those of the secular equation.
     """
-    if not (plain(A) and plain(b) and native.takes_units(A, b)):
-        return None
-    if A.shape[:-2] not in (b.shape[:-1], ()) or not b.numel():
-        return None
-    if A.shape[:-2] != b.shape[:-1] and b.shape[:-1].numel() > _SHARED:
+    if not takes_kernels(A, b):
         return None
     eps = torch.finfo(torch.float32 if single else A.dtype).eps
     steps = solver.max_iterations, solver.refinements
@@ -104,6 +100,29 @@ def solve_compiled(
     took("less: decomposition, compiled")
     u, multiplier, residual, gap, rows, spread, counts, converged = found
     return Outcome(u, multiplier, residual, gap, counts, converged, Basis(rows, spread))
+
+
+def takes_kernels(A: Tensor, b: Tensor) -> bool:
+    """Whether there are kernels for a matrix and `b`, `(*, m)` with all batch dimensions."""
+    if not (plain(A) and plain(b) and native.takes_units(A, b)):
+        return False
+    alike = A.shape[:-2] == b.shape[:-1]
+    shared = A.dim() == 2 and b.shape[:-1].numel() <= _SHARED
+    return (alike or shared) and b.numel() > 0
+
+
+def course_of(A: Tensor, b: Tensor, words: str, then: tuple[str, ...] = ()) -> Course:
+    """What happens to a matrix and `b`, `(*, m)`, if `words` happen where there are no kernels."""
+    words = f"{words}, and Newton's method for one number"
+    if not takes_kernels(A, b):
+        return Course(words, then)
+    again = f"{words}, where the kernels do not converge, or units have to be others"
+    return Course("compiled kernels around a decomposition", (again, *then))
+
+
+def course_exactly(A: Tensor, b: Tensor, single: bool) -> Course:
+    """What `solve_exactly` does."""
+    return course_of(A, b, "eigenvectors" if _is_by_gram(A, single) else "singular vectors")
 
 
 def _refined(
@@ -159,9 +178,14 @@ _SHARED = 256
 _ROUNDS = 2
 
 
+def _is_by_gram(A: Tensor, single: bool) -> bool:
+    """Whether `AᵀA` has all digits of the data."""
+    return single and A.dtype == torch.float64
+
+
 def _decomposed(A: Tensor, b: Tensor, single: bool) -> tuple[Spectrum, Tensor, float]:
     """The spectrum of `AᵀA`, the coefficients of `Aᵀb`, and the rounding of the data."""
-    if single and A.dtype == torch.float64:
+    if _is_by_gram(A, single):
         took("less: constrained, eigenvectors")
         return *promoted_spectrum(A, b, small_gram(A)), torch.finfo(torch.float32).eps
     took("less: constrained, singular vectors")

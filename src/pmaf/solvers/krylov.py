@@ -17,7 +17,7 @@ from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.base import Operator
 from pmaf.operators.rows import Rows, rows_of
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Eigenvectors, Minimum, Outcome, Solver, has_form
+from pmaf.solvers.base import Course, Eigenvectors, Minimum, Outcome, Solver, has_form
 from pmaf.solvers.krylov_minimum import find_minimum
 from pmaf.tangent.metric import Metric
 from pmaf.tangent.residuals import Product
@@ -65,6 +65,9 @@ class Krylov(Solver):
         eigen = has_form(problem, Eigenvectors)
         outcome = seen.guarded(find_eigenvectors if eigen else find_minimum, problem, self, init)
         return outcome, seen
+
+    def course(self, problem: Any) -> Course:
+        return Course("products with A, in a subspace that grows by residuals")
 
     def size(self, n: int, k: int = 1) -> int:
         """The dimension of the space for k vectors of length n."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from pmaf.errors import require_at_least, require_tolerance
 from pmaf.krylov.search import search
 from pmaf.krylov.tasks import Largest, unit_rows
 from pmaf.linalg.roundings import SEARCHED, given_or
-from pmaf.solvers.base import Eigenvectors, Outcome, Solver
+from pmaf.solvers.base import Course, Eigenvectors, Outcome, Solver
 from pmaf.solvers.dense import Dense
 from pmaf.solvers.report import outcome, start_block
 from pmaf.tangent.kept import NOTHING
@@ -59,8 +60,7 @@ class Lanczos(Solver):
             )
         k, n, batch = problem.width, problem.n, problem.batch_shape
         width = k + self.extra
-        if width * self.depth >= n:
-            # The Krylov space would be the whole space.
+        if self._is_whole(k, n):
             return Dense().solve(problem)._replace(kept=NOTHING)
         matrix = problem.operand().reshape(-1, n, n)
         found = search(
@@ -85,6 +85,16 @@ class Lanczos(Solver):
         if self.fallback and not result.converged.all():
             return self._complete(problem, result)
         return result
+
+    def _is_whole(self, k: int, n: int) -> bool:
+        """Whether the Krylov space would be the whole space, so that the matrix is decomposed."""
+        return (k + self.extra) * self.depth >= n
+
+    def course(self, problem: Any) -> Course:
+        if self._is_whole(problem.width, problem.n):
+            return Dense().course(problem)
+        then = ("a decomposition of the entries that have not converged",) if self.fallback else ()
+        return Course("a search in spaces of blocks, by products with A", then)
 
     def advice(self) -> str:
         return "raise restarts or depth, or use Dense()"

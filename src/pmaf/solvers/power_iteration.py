@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm
 from pmaf.linalg.roundings import STILL, given_or
-from pmaf.solvers.base import Eigenvectors, Outcome, Solver
+from pmaf.solvers.base import Course, Eigenvectors, Outcome, Solver
 from pmaf.solvers.report import norm_of, orthonormal, outcome, stands, start_block
 
 
@@ -38,6 +38,9 @@ class Iteration(Solver):
         require_tolerance("tolerance", self.tolerance)
         if self.shift is not None:
             require_finite_number("shift", self.shift)
+
+    def course(self, problem: Any) -> Course:
+        return Course("products with A, until nothing moves")
 
     def advice(self) -> str:
         return "raise iterations, or use Auto(), which copes with small gaps"

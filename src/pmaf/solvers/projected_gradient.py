@@ -16,7 +16,7 @@ minimiser. Their stopping rules are absolute, as published, so they depend on th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from pmaf.errors import require_at_least, require_finite, require_not_negative
 from pmaf.linalg import sphere
 from pmaf.linalg.loop import iterate
 from pmaf.linalg.products import dot, matvec, norm, rmatvec
-from pmaf.solvers.base import LeastSquares, Outcome, Solver
+from pmaf.solvers.base import Course, LeastSquares, Outcome, Solver
 from pmaf.solvers.line_search import LineSearch, Ray
 
 
@@ -110,6 +110,9 @@ class ProjectedGradient(Solver):
             iterations=run.iterations,
             converged=run.finished,
         )
+
+    def course(self, problem: Any) -> Course:
+        return Course("steps along the gradient on the sphere, from A⁺b or from init")
 
     def advice(self) -> str:
         return "raise max_iterations, or use Secular(), which is global and direct"

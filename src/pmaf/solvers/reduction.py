@@ -14,6 +14,7 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import symmetric_part
 from pmaf.runtime.log import took
 from pmaf.solvers.base import (
+    Course,
     Eigenvectors,
     LeastSquares,
     Outcome,
@@ -64,18 +65,35 @@ class Reduction(Solver):
         if has_form(problem, LeastSquares):
             return self._minimum(problem, init, report)
         if has_form(problem, SingularVectors):
-            compiled = problem.single and native.takes(problem.matrix)
-            return (
-                solve_reduced(problem, report) if compiled else _SVD.solve(problem, report=report)
-            )
+            if _takes_singular(problem):
+                return solve_reduced(problem, report)
+            return _SVD.solve(problem, report=report)
         return self._eigenvectors(problem, report)
 
     def keeps(self, problem: Any) -> type[Kept]:
         return Nothing
 
+    def may_keep(self, problem: Any) -> tuple[type[Kept], ...]:
+        other = _other(problem)
+        if other is not None:
+            return other.may_keep(problem)
+        return (Exact if has_form(problem, LeastSquares) else Nothing,)
+
+    def course(self, problem: Any) -> Course:
+        other = _other(problem)
+        if other is not None:
+            return other.course(problem)
+        if has_form(problem, LeastSquares):
+            then = "eigenvectors, for entries in which the lowest singular value repeats"
+        elif has_form(problem, SingularVectors):
+            then = "a singular value decomposition of entries in which the kernels fail"
+        else:
+            then = "a decomposition of entries in which the kernels fail"
+        return Course("compiled kernels", (then,))
+
     def _minimum(self, problem: LeastSquares, init: Tensor | None, report: bool) -> Outcome:
         A, b, batch = problem.matrix.detach(), problem.b.detach(), problem.batch_shape
-        if A.shape[:-2] != batch or not takes_least_squares(A):
+        if not _takes_minimum(problem):
             return _SECULAR.solve(problem, init=init, report=report)
         took("less: reduction")
         u, exact, gap, numbers, failed = native.least_squares(A, b.expand(*batch, -1))
@@ -101,7 +119,7 @@ class Reduction(Solver):
 
     def _eigenvectors(self, problem: Eigenvectors, report: bool) -> Outcome:
         A, k, batch = problem.matrix, problem.width, problem.batch_shape
-        if not (problem.symmetric and problem.n <= _MOST_ROWS and native.takes(A)):
+        if not _takes_eigenvectors(problem):
             return _DENSE.solve(problem, report=report)
         took("ied: reduction")
         values, rows, failed = native.largest_pairs(A.detach(), k)
@@ -134,6 +152,29 @@ class Reduction(Solver):
 
     def advice(self) -> str:
         return _DENSE.advice()
+
+
+def _other(problem: Any) -> Solver | None:
+    """The solver of problems that there are no kernels for; None if there are."""
+    if has_form(problem, LeastSquares):
+        return None if _takes_minimum(problem) else _SECULAR
+    if has_form(problem, SingularVectors):
+        return None if _takes_singular(problem) else _SVD
+    return None if _takes_eigenvectors(problem) else _DENSE
+
+
+def _takes_minimum(problem: Any) -> bool:
+    A = problem.matrix
+    return A.shape[:-2] == problem.batch_shape and takes_least_squares(A)
+
+
+def _takes_singular(problem: Any) -> bool:
+    return problem.single and native.takes(problem.matrix)
+
+
+def _takes_eigenvectors(problem: Any) -> bool:
+    A = problem.matrix
+    return problem.symmetric and A.shape[-1] <= _MOST_ROWS and native.takes(A)
 
 
 def is_compiled(A: Tensor, k: int) -> bool:

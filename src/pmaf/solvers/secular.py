@@ -38,8 +38,8 @@ from pmaf.linalg.roundings import (
 )
 from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
-from pmaf.solvers.base import LeastSquares, Minimum, Outcome, Solver, has_form
-from pmaf.solvers.exact import solve_compiled
+from pmaf.solvers.base import Course, LeastSquares, Minimum, Outcome, Solver, has_form
+from pmaf.solvers.exact import course_of, solve_compiled
 from pmaf.tangent.basis import TangentSolver, amplification
 from pmaf.tangent.kept import Basis, Kept
 
@@ -94,6 +94,16 @@ class Secular(Solver):
         require_finite(A=(A, 2), b=(b, 1))
         took("less: eigenvectors, rescaled")
         return self._rescaled(A, b, init)
+
+    def course(self, problem: Any) -> Course:
+        if not has_form(problem, LeastSquares):
+            return Course("eigenvectors of the matrix, and Newton's method for one number")
+        A = problem.matrix
+        if promoted(A.dtype, min(A.shape[-2:]), A.device):
+            return Course("eigenvectors, in float64, and Newton's method for one number")
+        shape = torch.Size((*problem.batch_shape, A.shape[-2]))
+        then = "singular vectors of A, for entries of which AᵀA has too few digits"
+        return course_of(A, problem.b.expand(shape), "eigenvectors", (then,))
 
     def advice(self) -> str:
         return "raise max_iterations or use float64"

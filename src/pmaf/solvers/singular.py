@@ -22,7 +22,7 @@ from pmaf.linalg.singular import (
     weighted_gram,
 )
 from pmaf.runtime.log import took
-from pmaf.solvers.base import Outcome, SingularVectors, Solver, Triplets, has_form
+from pmaf.solvers.base import Course, Outcome, SingularVectors, Solver, Triplets, has_form
 from pmaf.solvers.report import without_report
 from pmaf.tangent.kept import NOTHING, Kept, SingularBasis
 
@@ -47,7 +47,7 @@ class SVD(Solver):
         self, problem: SingularVectors, *, init: Tensor | None = None, report: bool = True
     ) -> Outcome:
         A, weights = _fixed(problem)
-        k, by_gram = problem.width, problem.single and not has_form(problem, Triplets)
+        k, by_gram = problem.width, _is_by_gram(problem)
         took("singular: gram" if by_gram else "singular: svd")
         paired = problem.copies == 2
         if paired:
@@ -68,6 +68,19 @@ class SVD(Solver):
 
     def keeps(self, problem: Any) -> type[Kept]:
         return SingularBasis
+
+    def course(self, problem: Any) -> Course:
+        by_gram = _is_by_gram(problem)
+        return Course(
+            "a decomposition of the Gram matrix AᵀA in float64"
+            if by_gram
+            else "singular value decomposition"
+        )
+
+
+def _is_by_gram(problem: SingularVectors) -> bool:
+    """Whether the Gram matrix has all digits of the matrix, and is all that is needed."""
+    return problem.single and not has_form(problem, Triplets)
 
 
 def solve_reduced(problem: SingularVectors, report: bool) -> Outcome:

@@ -92,5 +92,18 @@ Kept = (
     | Congruence
     | Reduced
 )
+# What is kept, in words.
+IN_WORDS: dict[type, str] = {
+    Nothing: "nothing",
+    Basis: "all eigenvectors and eigenvalues of the curvature",
+    Decomposition: "all eigenvectors and eigenvalues",
+    SingularBasis: "all singular vectors and values",
+    Factor: "a Cholesky factor",
+    Rate: "the ratio of the two largest eigenvalues",
+    Exact: "the multiplier and the reduced Gram matrix in float64",
+    Tridiagonal: "the reduction to a tridiagonal matrix",
+    Congruence: "an inverse root of M, and the matrix to which it reduces the pair",
+    Reduced: "the factor of M and the reduction to a tridiagonal matrix",
+}
 # The kinds that the opaque operator returns; their shapes are known to a trace in advance.
 RETURNED = (Basis, Decomposition, SingularBasis, Factor)
