@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import pmaf
-from pmaf import native
+from pmaf import native, recipe
 from pmaf.solvers import Dense, Reduction, Secular
 from pmaf_lab.bench.families import EIGEN, SQUARES
 from tests.ied_cases import with_eigenvalues
@@ -476,13 +476,13 @@ class TestShortCallOfLeastSquares:
     @pytest.fixture
     def common(self, monkeypatch):
         """The calls that take the common path."""
-        calls, run = [], pmaf.SphereLeastSquares.run
+        calls, end = [], recipe.end
 
-        def counted(self, *args, **kwargs):
-            calls.append(self)
-            return run(self, *args, **kwargs)
+        def counted(problem, *args, **kwargs):
+            calls.append(problem)
+            return end(problem, *args, **kwargs)
 
-        monkeypatch.setattr(pmaf.SphereLeastSquares, "run", counted)
+        monkeypatch.setattr(recipe, "end", counted)
         return calls
 
     def test_it_is_taken_where_it_may_be(self, caplog, common):

@@ -203,7 +203,7 @@ class PrincipalSingularVectors(Problem):
 
         At a singular vector it is `±σ²u`.
         """
-        A, weights = (*inputs, None)[:2]
+        A, weights = inputs[0], (*inputs[1:], None)[0]
         if isinstance(A, Operator):
             image = A.transposed(times(weights, A(u)))
         else:
