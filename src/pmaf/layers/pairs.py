@@ -115,8 +115,8 @@ class Pair(PrincipalEigenvectors):
         inverse = "the diagonal of M" if _is_diagonal(self.M) else "a Cholesky factor of M"
         first, then = self._reduced().course(solver)
         return Course(
-            f"{inverse} makes one matrix of the pair, then {first}, and Newton steps for the pair "
-            "where its residuals are above rounding",
+            f"{inverse} makes one matrix of the pair, then {first}, refined by Newton steps "
+            "where the residuals of the pair are above rounding",
             then,
         )
 
