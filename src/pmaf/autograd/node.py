@@ -25,7 +25,11 @@ class Saved(NamedTuple):
 
 
 class Pull(Protocol):
-    """How a solution is differentiated."""
+    """How a solution is differentiated.
+
+    The outputs are saved for it, so that nobody may write into them before the backward pass,
+    unless the class says `uses_found = False`.
+    """
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -42,8 +46,9 @@ class Solved(torch.autograd.Function):
         ctx: Any, pull: Pull, found: tuple[Tensor, ...], held: tuple[Any, ...], *tensors: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.source, ctx.inputs, ctx.outputs = pull, len(tensors), len(tensors) + len(found)
-        save(ctx, *tensors, *found, *held)
+        known = found if getattr(pull, "uses_found", True) else ()
+        ctx.source, ctx.inputs, ctx.outputs = pull, len(tensors), len(tensors) + len(known)
+        save(ctx, *tensors, *known, *held)
         return found
 
     @staticmethod

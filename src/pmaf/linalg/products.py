@@ -109,12 +109,12 @@ def frobenius(A: Tensor) -> Tensor:
 
 
 def symmetric_part(A: Tensor) -> Tensor:
-    """`½(A + Aᵀ)`, exactly `A` if that is symmetric.
+    """`½(A + Aᴴ)`, exactly `A` if that is symmetric, or Hermitian.
 
     This is a sum and not an interpolation, whose difference would lose digits or overflow for
     entries of opposite signs.
     """
-    return 0.5 * (A + A.mT)
+    return 0.5 * (A + A.mH)
 
 
 def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:
