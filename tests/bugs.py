@@ -1224,7 +1224,7 @@ LINALG = [
     Bug(
         "symmetric part by interpolation",
         "linalg/products.py",
-        "return 0.5 * (A + A.mT)",
+        "return 0.5 * (A + A.mH)",
         "return torch.lerp(A, A.mT, 0.5)",
         "test_range.py::test_the_symmetric_part_of_large_skew_entries "
         "test_range.py::test_symmetric_part_of_opposite_numbers_does_not_overflow",
@@ -2063,7 +2063,7 @@ FUNCTIONS = [
     Bug(
         "spectral: the part between group and rest is not doubled",
         "linalg/matrix_function.py",
-        "2 * outer @ others.mT",
+        "2 * outer @ others.mH",
         "outer @ others.mT",
         "test_spectral.py::TestDerivatives::test_first_and_second",
     ),
