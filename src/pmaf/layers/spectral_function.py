@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor, nn
 
-from pmaf import errors
+from pmaf import errors, native
 from pmaf.certificate import certify_function
 from pmaf.executors.base import BY_PRODUCTS, Account
 from pmaf.executors.direct import Ended
@@ -42,7 +42,7 @@ from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Report, Tensors
 from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import full_precision
+from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
 from pmaf.solvers import Reduction, Solver
@@ -130,7 +130,7 @@ class SpectralFunction(Problem):
         fixed = A.detach()
         fixed = fixed.float() if fixed.dtype in HALF else fixed
         fixed, F = 0.5 * (fixed + fixed.mH), value.detach().to(fixed)
-        values = eigenvalues(fixed).flip(-1)
+        values = _eigenvalues(fixed).flip(-1)
         n = values.shape[-1]
         blank = torch.zeros_like(values[..., 0])
         gap = torch.full_like(blank, torch.inf)
@@ -206,6 +206,15 @@ class SpectralFunction(Problem):
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 
 
+def _eigenvalues(A: Tensor) -> Tensor:
+    """All eigenvalues of Hermitian matrices in ascending order."""
+    if isinstance(chosen(EIGENPAIRS, SpectralFunction(A, "one")).solver, Reduction) and plain(A):
+        values, _, failed = native.largest_pairs(A, A.shape[-1], largest=False)
+        if failed is None:
+            return values
+    return eigenvalues(A)
+
+
 class FunctionOfSpectrum:
     """The one way to a function of the spectrum, at the end of its recipe."""
 
@@ -219,6 +228,9 @@ class FunctionOfSpectrum:
             _, solver, why = PrincipalEigenvectors(A, k).choice()
             how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
+        compiled = _compiled_way(self.problem.changed(A=A), None)
+        if compiled is not None:
+            return compiled.account({"A": A})
         complexes, n = A.is_complex(), A.shape[-1]
         k = None if k == n else k
         copies, words = (2, " of the real embedding, twice the size") if complexes else (1, "")
