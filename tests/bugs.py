@@ -224,7 +224,7 @@ IED_RULES = [
     Bug(
         "inside the span: left out",
         "gradients/eigenvectors.py",
-        "return z if k == 1 else z + self._within(v, y, tensors, state)",
+        "return z if y.shape[-2] == 1 else z + self._within(v, y, tensors, state)",
         "return z",
         f"{IED_GRADIENTS} {ITERATION}",
     ),
@@ -260,16 +260,16 @@ IED_RULES = [
     ),
     Bug(
         "thresholds by the Frobenius norm",
-        "gradients/eigenvectors.py",
-        "return torch.linalg.vector_norm(kept.values.unsqueeze(-2), math.inf, -1, keepdim=True)",
-        "return torch.linalg.matrix_norm(tensors[0])[..., None, None]",
+        "tangent/kept.py",
+        "return torch.linalg.vector_norm(self.values.unsqueeze(-2), math.inf, -1, keepdim=True)",
+        "return torch.linalg.vector_norm(self.values, dim=-1)[..., None, None]",
         CLOSE,
     ),
     Bug(
         "thresholds by the Frobenius norm, without a basis",
         "gradients/eigenvectors.py",
-        "return largest_modulus(tensors[0], state.shift)",
-        "return torch.linalg.matrix_norm(tensors[0])[..., None, None]",
+        "state.kept.size(lambda: largest_modulus(tensors[0], state.shift))",
+        "torch.linalg.matrix_norm(tensors[0])[..., None, None]",
         CLOSE,
     ),
     Bug(
@@ -371,9 +371,9 @@ ATTACH = [
     ),
     Bug(
         "units: a basis without its spread scaled",
-        "reductions/units.py",
-        "return type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)",
-        "return kept",
+        "tangent/kept.py",
+        "return type(self)(self[0], self[1] * unit.unsqueeze(-1) ** power)",
+        "return self",
         "test_range.py::test_traced_gradients_of_entries_whose_sum_overflows",
     ),
     Bug(
@@ -1003,9 +1003,9 @@ PAIRS = [
     ),
     Bug(
         "pairs: refined values do not take the place of those of the decomposition",
-        "layers/pairs.py",
+        "tangent/kept.py",
         "torch.cat([others, values.flip(-1)], -1)",
-        "kept.values",
+        "self.values",
         "test_fifty_digits.py::test_errors_are_those_of_rounding_the_inputs",
     ),
     Bug(

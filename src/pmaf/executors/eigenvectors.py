@@ -16,7 +16,7 @@ from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import REDUCED
-from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, Tridiagonal
+from pmaf.tangent.kept import NOTHING, Kept, Reduced, Tridiagonal
 
 
 class CompiledEigenvectors(Executor):
@@ -38,7 +38,7 @@ class CompiledEigenvectors(Executor):
         return Account(
             "Reduction(): compiled kernels, Householder's reduction and Laguerre's method",
             REDUCED.reason,
-            IN_WORDS[Tridiagonal if self.size else Nothing],
+            (Tridiagonal if self.size else NOTHING).words,
             COMPILED,
         )
 
@@ -78,14 +78,13 @@ class CompiledEigenvectors(Executor):
         needs: Sequence[bool],
     ) -> native.Gradients:
         took("tangent: compiled")
-        reduction = kept.numbers if isinstance(kept, Tridiagonal) else None
         (A,) = tensors
         # A part of a batch has a plan of its own.
         reverse = self.reverse
         if A.numel() != reverse.entries:
             k = self.problem.k or 1
             reverse = native.backward_plan(A.shape, A.dtype, k, k, self.problem.largest)
-        return native.planned_gradient(A, y, v, d_multiplier, reverse, reduction)
+        return native.planned_gradient(A, y, v, d_multiplier, reverse, *kept)
 
     def _some(self, tensors: Tensors, found: Found, held: tuple[Any, ...], failed: Tensor) -> Found:
         """The solution where kernels have failed in some entries, which the common path finds."""
@@ -116,7 +115,7 @@ class CompiledPairs(CompiledEigenvectors):
         return Account(
             "Reduction(): compiled kernels, a Cholesky factor of M and Householder's reduction",
             REDUCED.reason,
-            IN_WORDS[native.Reduced],
+            Reduced.words,
             COMPILED,
         )
 
@@ -138,24 +137,23 @@ class CompiledPairs(CompiledEigenvectors):
         return attach_solved(self, (vectors, values), kept, A, M) if recorded else (vectors, values)
 
     def kept(self, held: tuple[Any, ...]) -> Kept:
-        return native.Reduced(*held) if held else NOTHING
+        return Reduced(*held) if held else NOTHING
 
     def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
         A, M = (x.detach() for x in tensors)
         _, kept = native.largest_of_pair(A, M, self.problem.k, self.problem.largest, keep=True)
-        return kept or NOTHING
+        return Reduced(*kept) if kept else NOTHING
 
     def differentiate(
         self,
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,
-        kept: Kept,
+        kept: Any,
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
     ) -> native.Gradients:
-        assert isinstance(kept, native.Reduced)
         took("pairs: compiled gradient")
         dtype = tensors[0].dtype
         return native.pair_gradients(kept, v, d_multiplier, dtype, self.problem.largest, needs)

@@ -15,7 +15,7 @@ from pmaf.executors.base import COMPILED, Account, Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import DECOMPOSED_MINIMUM, REDUCED_MINIMUM
-from pmaf.tangent.kept import IN_WORDS, Basis, Exact, Kept
+from pmaf.tangent.kept import Basis, Exact, Kept
 
 
 class CompiledLeastSquares(Executor):
@@ -31,7 +31,7 @@ class CompiledLeastSquares(Executor):
             "Reduction(): compiled kernels, the reduction of the smaller of AᵀA and AAᵀ, and "
             "Newton's method for one number",
             REDUCED_MINIMUM.reason,
-            IN_WORDS[Exact],
+            Exact.words,
             COMPILED,
         )
 
@@ -61,16 +61,15 @@ class CompiledLeastSquares(Executor):
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,
-        kept: Kept,
+        kept: Any,
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
     ) -> native.Gradients:
-        assert isinstance(kept, Exact)
         assert v is not None
         took("tangent: compiled")
         A, b = tensors
-        return native.least_squares_gradient(A, b, y, v, *kept, needs)
+        return native.least_squares_gradient(A, b, y, v, *kept, needs=needs)
 
 
 class DecomposedLeastSquares(Executor):
@@ -93,7 +92,7 @@ class DecomposedLeastSquares(Executor):
         return Account(
             "Secular(): compiled kernels around a decomposition",
             DECOMPOSED_MINIMUM.reason,
-            IN_WORDS[Basis],
+            Basis.words,
             COMPILED,
         )
 

@@ -24,7 +24,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
 from pmaf.solvers.auto import EXACT_SVD, REDUCED_GRAM
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, SingularBasis
+from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
 
 
 class DecomposedSingularVectors(Executor):
@@ -127,13 +127,13 @@ class CompiledSingularVectors(Executor):
 
 
 def _decomposed(derivative: str) -> Account:
-    words = IN_WORDS[SingularBasis]
+    words = SingularBasis.words
     return Account("SVD(): singular value decomposition", EXACT_SVD.reason, words, derivative)
 
 
 def _reduced(how: str, derivative: str) -> Account:
     words = f"Reduction(): compiled kernels, {how}"
-    return Account(words, REDUCED_GRAM.reason, IN_WORDS[Nothing], derivative)
+    return Account(words, REDUCED_GRAM.reason, Nothing.words, derivative)
 
 
 class Triplets(Executor):

@@ -22,9 +22,9 @@ from pmaf.gradients.base import Reverse
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import singular_spectrum
 from pmaf.linalg.products import broadcast, matvec, outer_sum, rmatvec
-from pmaf.linalg.roundings import merge_tolerance
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
+from pmaf.tangent.factor import gap_above
 from pmaf.tangent.kept import Basis
 from pmaf.tangent.kkt import Point, Tensors, kkt_solve
 
@@ -168,10 +168,7 @@ def acting(y: Tensor, multiplier: Tensor, gap: Tensor, ball: bool) -> Tensor:
 def decomposed(A: Tensor, multiplier: Tensor) -> tuple[Basis, Tensor]:
     """An eigenbasis of `AᵀA` and the gap, for a solver that has kept none."""
     spectrum, _, _ = singular_spectrum(A)
-    gap = multiplier + spectrum.floor
-    rounding = merge_tolerance(gap.dtype) * spectrum.top
-    gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
-    return Basis(spectrum.basis, spectrum.spread), gap
+    return Basis(spectrum.basis, spectrum.spread), gap_above(spectrum, multiplier)
 
 
 def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors:
@@ -184,11 +181,12 @@ def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors
     y, v, d_multiplier = given.y, given.v, given.d_multiplier
     A, M, b, weights, radius = layout.split(first, second)
     found, gap, kept = given.state
-    if not isinstance(kept, Basis):
+    basis = kept.basis
+    if basis is None:
         fixed = scaled(A.detach(), b.detach(), None if weights is None else weights.detach())
-        kept, gap = decomposed(fixed[0], found)
+        basis, gap = decomposed(fixed[0], found)
     acts = acting(y.detach(), found, gap, ball)
-    point = Point(found, gap, *kept, acts)
+    point = Point(found, gap, *basis, acts)
     r = matvec(A, y) - b
     # The multiplier of the solver, itself an output of the solve, has more digits than `yᵀAᵀWr`.
     multiplier = torch.where(acts, found, 0)
@@ -240,9 +238,9 @@ def compiled_gradients(
 
     None where compiled kernels are not used, or fail.
     """
-    y, v, d, kept = given.y, given.v, given.d_multiplier, given.state.kept
+    y, v, d, kept = given.y, given.v, given.d_multiplier, given.state.kept.basis
     batch = y.shape[:-1]
-    if torch.is_grad_enabled() or not isinstance(kept, Basis):
+    if torch.is_grad_enabled() or kept is None:
         return None
     if not all(x is None or plain(x) for x in (A, y, v, d)):
         return None

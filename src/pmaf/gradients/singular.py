@@ -29,22 +29,21 @@ from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, nearest, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
+from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import SingularBasis
 
 
 @dataclass(frozen=True)
-class SingularSystem:
+class SingularSystem(BorderedSystem):
     """Bordered systems of `Λ − AᵀWA`, coupled where singular values are equal."""
 
     largest: bool
     single: bool  # whether the numbers of `A` are those of a float32 matrix
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        kept = state.kept
-        if isinstance(kept, SingularBasis):
-            return self._in_basis(v, state.shift, *kept)
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        return self._in_basis(v, state.shift, *state.kept)
+
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
         if self.single and compiled:
             return self.compiled(v, y, tensors, state.shift)
@@ -121,9 +120,7 @@ class SingularSystem:
 
     def _top(self, tensors: Tensors, state: State) -> Tensor:
         """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
-        if isinstance(state.kept, SingularBasis):
-            return state.kept.values[..., :1].unsqueeze(-1)
-        return torch.linalg.matrix_norm(rooted(*tensors), keepdim=True)
+        return state.kept.size(lambda: torch.linalg.matrix_norm(rooted(*tensors), keepdim=True))
 
 
 def _rise(first: Tensor, second: Tensor) -> Tensor:
@@ -193,8 +190,7 @@ def singular_newton(
     """Newton's step for right singular vectors as rows `(*, k, n)`, from a solution for `fixed`."""
     A, weights = (*tensors, None)[:2]
     assert A is not None
-    kept = found.kept
-    rows, spectrum = kept if isinstance(kept, SingularBasis) else singular_basis(*fixed)
+    rows, spectrum = found.kept.singular(lambda: singular_basis(*fixed))
     values, top = found.multiplier, spectrum[..., :1].unsqueeze(-1)
 
     def equal(others: Tensor) -> Tensor:

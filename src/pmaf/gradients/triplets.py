@@ -33,7 +33,7 @@ from pmaf.linalg.singular import accuracy, nearest, pair_basis
 from pmaf.runtime.constant import constant
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
+from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import SingularBasis
 
@@ -56,7 +56,7 @@ def _times(z: Tensor, A: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _PairSystem:
+class _PairSystem(BorderedSystem):
     """Bordered systems of `Σ − J`, coupled where singular values are equal."""
 
     largest: bool
@@ -82,20 +82,22 @@ class _PairSystem:
         self, v: Tensor, y: Tensor, tensors: Tensors, state: State, rounding: Tensor
     ) -> Tensor:
         """`z`, without its part along `(u, −v)` of other vectors where that is rounding."""
-        (A,), kept = tensors, state.kept
         mirrors = y[..., v.shape[-2] :, :]
         zero = rounding | torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
 
         def clear(x: Tensor) -> Tensor:
             return x - torch.where(zero, x @ mirrors.mT, 0) @ mirrors
 
-        v = clear(v)
-        compiled = A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A)
-        if self.single and compiled and not isinstance(kept, SingularBasis):
-            return clear(self._compiled(A, v, y, state.shift))
-        if isinstance(kept, SingularBasis):
-            return clear(self._in_basis(A, v, state.shift, *kept))
-        return clear(self._decomposed(A, v, state.shift))
+        return clear(super().solve(clear(v), y, tensors, state))
+
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        return self._in_basis(tensors[0], v, state.shift, *state.kept)
+
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        (A,) = tensors
+        if self.single and A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A):
+            return self._compiled(A, v, y, state.shift)
+        return self._decomposed(A, v, state.shift)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         values = state.shift
@@ -185,9 +187,7 @@ class _PairSystem:
 
     def _top(self, A: Tensor, state: State) -> Tensor:
         """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
-        if isinstance(state.kept, SingularBasis):
-            return state.kept.values[..., :1].unsqueeze(-1)
-        return torch.linalg.matrix_norm(A, keepdim=True)
+        return state.kept.size(lambda: torch.linalg.matrix_norm(A, keepdim=True))
 
 
 # Singular values below this, relative to the norm, are not found by `AᵀA` in float64.
@@ -234,7 +234,7 @@ def triplet_newton(
 ) -> Callable[[Tensor], Tensor]:
     """Newton's step for triplets as rows `(*, k, m + n)`, from a solution for `fixed`."""
     kept, m, k = found.kept, A.shape[-2], found.multiplier.shape[-1]
-    kept = kept if isinstance(kept, SingularBasis) else SingularBasis(*pair_basis(fixed))
+    kept = SingularBasis(*kept.singular(lambda: pair_basis(fixed)))
     system = _PairSystem(largest, single)
     state = State(found.multiplier, found.gap, kept)
     border = _both(found.value, m)
