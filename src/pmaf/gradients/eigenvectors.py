@@ -48,18 +48,17 @@ class _ShiftedSystem(BorderedSystem):
         return z if y.shape[-2] == 1 else z + self._within(v, y, tensors, state)
 
     def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        kept, k = state.kept.decomposition, y.shape[-2]
-        assert kept is not None
-        rise = state.shift.unsqueeze(-1) - kept.values.unsqueeze(-2)
+        (rows, values), k = state.kept, y.shape[-2]
+        rise = state.shift.unsqueeze(-1) - values.unsqueeze(-2)
         size = rise if k == 1 else rise.abs()  # no eigenvalue is above the largest
         equal = size <= merge_tolerance(v.dtype) * self.scale(tensors, state)
-        product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
-        along = product(v, kept.rows.mT)
+        product = torch.bmm if v.dim() == rows.dim() == 3 else torch.matmul
+        along = product(v, rows.mT)
         if k > 1:
             # The requested vectors are the last.
             index = torch.arange(along.shape[-1], device=v.device)
             equal = equal | (unknown(along, v) & (index >= along.shape[-1] - k))
-        return product((along / rise).masked_fill(equal, 0), kept.rows)
+        return product((along / rise).masked_fill(equal, 0), rows)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """A mask `(*, k, k)` of the vectors in the border of each system; None for k = 1."""

@@ -31,6 +31,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
+from pmaf.tangent.kept import SingularBasis
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ class SingularSystem(BorderedSystem):
     single: bool  # whether the numbers of `A` are those of a float32 matrix
 
     def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        return self._in_basis(v, state.shift, *state.kept)
+        rows, values = state.kept
+        first, second, top = state.shift.unsqueeze(-1), values.unsqueeze(-2), values[..., :1]
+        difference = first - second
+        equal = difference.abs() <= accuracy(top.dtype, self.single) * top.unsqueeze(-1)
+        rise = torch.where(equal, 1, difference * (first + second))
+        return ((v @ rows.mT) / rise).masked_fill(equal, 0) @ rows
 
     def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
@@ -52,7 +58,8 @@ class SingularSystem(BorderedSystem):
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         if state.shift.shape[-1] == 1:
             return None
-        return self._equal(state.shift, state.shift, self._top(tensors, state))
+        top = state.kept.size(lambda: torch.linalg.matrix_norm(rooted(*tensors), keepdim=True))
+        return self._equal(state.shift, state.shift, top)
 
     def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         A, weights = (*tensors, None)[:2]
@@ -67,14 +74,10 @@ class SingularSystem(BorderedSystem):
         return found, w @ z.mT
 
     def _decomposed(self, v: Tensor, shift: Tensor, tensors: Tensors) -> Tensor:
-        rows, values = singular_basis(*tensors)
+        basis = SingularBasis(*singular_basis(*tensors))
         # Hooks on saved tensors may have left the shifts fewer digits than tell values apart.
-        return self._in_basis(v, nearest(shift, values), rows, values)
-
-    def _in_basis(self, v: Tensor, shift: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        rise = _rise(shift, values)
-        equal = self._equal(shift, values, values[..., :1].unsqueeze(-1))
-        return ((v @ rows.mT) / torch.where(equal, 1, rise)).masked_fill(equal, 0) @ rows
+        state = State(nearest(shift, basis.values), shift[..., 0], basis)
+        return self.solve_in_basis(v, v, tensors, state)
 
     def compiled(self, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         """`z` by a factorisation of `AᵀWA` in float64, which has all digits of a float32 matrix."""
@@ -117,10 +120,6 @@ class SingularSystem(BorderedSystem):
         """Which singular values, `(*, k)` and `(*, p)`, are equal up to rounding of `top`."""
         difference = first.unsqueeze(-1) - second.unsqueeze(-2)
         return difference.abs() <= accuracy(top.dtype, self.single) * top
-
-    def _top(self, tensors: Tensors, state: State) -> Tensor:
-        """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
-        return state.kept.size(lambda: torch.linalg.matrix_norm(rooted(*tensors), keepdim=True))
 
 
 def _rise(first: Tensor, second: Tensor) -> Tensor:

@@ -259,7 +259,8 @@ class Pair(PrincipalEigenvectors):
         if v is not None:
             A, M = tensors
             known = None if torch.is_grad_enabled() else state.kept.congruence
-            state = state._replace(kept=state.kept.reduced)
+            if state.kept.of_pair:
+                state = state._replace(kept=NOTHING)
             if known is None:
                 root = self.root(M)
                 C = root.reduced(A)

@@ -8,9 +8,10 @@ incoming row `v`, the solution `z` of the bordered system
 
 with all rows of `Y` in the border, or those that `BorderedSystem.linked` selects.
 
-`H` depends on the tensors of the problem and on a shift for each row. Each `BorderedSystem`
-implements its own solve. The derivative of the solution is the same for all systems and is
-implemented below. It is a solve of the same kind, so that derivatives of any order exist.
+`H` depends on the tensors of the problem and on a shift for each row. Each `BorderedSystem` has its
+own ways to solve, of which what the forward pass kept chooses one. The derivative of the solution
+is the same for all systems and is implemented below. It is a solve of the same kind, so that
+derivatives of any order exist.
 """
 
 from __future__ import annotations
@@ -42,11 +43,7 @@ class BorderedSystem:
     Vectors come as rows: `v`, `w` and `z` are `(*, k, n)`, `y` is `(*, q, n)`.
     """
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        """`z`; this computation is not differentiated."""
-        return state.kept.solve(self, v, y, tensors, state)
-
-    # What was kept chooses one of these.
+    # What was kept chooses how `z` is found. This computation is not differentiated.
 
     def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         raise NotImplementedError
@@ -95,7 +92,7 @@ def tangent_solve(
 ) -> Tensor:
     """The solution `z` of the bordered system, differentiable in `v`, `y`, tensors and shift."""
     if plain(v) and not torch.is_grad_enabled():
-        return system.solve(v, y, tensors, state)  # nothing is recorded
+        return state.kept.solve(system, v, y, tensors, state)  # nothing is recorded
     first, second = (*tensors, None)[:2]
     kept = (*state.kept, None, None)[:2]
     return _TangentSolve.apply(  # pyright: ignore[reportReturnType]
@@ -123,7 +120,7 @@ class _TangentSolve(torch.autograd.Function):
     ) -> Tensor:
         # Autograd differentiates in `shift`; the solve uses `shift_value`, which is more accurate.
         state = State(shift_value, gap, kind(*(kept, kept_too)[: len(kind._fields)]))
-        return system.solve(v, y, _given(first, second), state)
+        return state.kept.solve(system, v, y, _given(first, second), state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

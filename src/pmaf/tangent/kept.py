@@ -24,32 +24,16 @@ class Kept(tuple[Any, ...]):
     _fields: ClassVar[tuple[str, ...]]
     words: ClassVar[str]  # what is kept, for `pmaf.explain`
     compiled: ClassVar[bool] = False  # whether compiled kernels differentiate by it
+    of_pair: ClassVar[bool] = False  # whether it belongs to a pair, not to one matrix
+    basis: ClassVar[Any] = None  # the `Basis`, if that was kept
+    decomposition: ClassVar[Any] = None  # the `Decomposition`
+    congruence: ClassVar[Any] = None  # the `Congruence`
 
     def solve(
         self, system: Any, v: Tensor, y: Tensor, tensors: tuple[Tensor, ...], state: Any
     ) -> Tensor:
-        """The solution of a `BorderedSystem`; the arguments are those of its own `solve`."""
+        """`z` of a `BorderedSystem`, by its method for what was kept."""
         return system.solve_anew(v, y, tensors, state)
-
-    @property
-    def basis(self) -> Basis | None:
-        """The eigenvectors of a curvature, if these were kept."""
-        return None
-
-    @property
-    def decomposition(self) -> Decomposition | None:
-        """All eigenvectors of a symmetric matrix, if these were kept."""
-        return None
-
-    @property
-    def congruence(self) -> Congruence | None:
-        """What reduces a pair to one matrix, if it was kept."""
-        return None
-
-    @property
-    def reduced(self) -> Kept:
-        """What was kept of the one matrix to which a pair reduces."""
-        return self
 
     def singular(self, otherwise: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The rows and values of a `SingularBasis`; those of `otherwise` if none was kept."""
@@ -114,7 +98,7 @@ class Basis(NamedTuple("Basis", [("rows", Tensor), ("spread", Tensor)]), _Eigenb
     words = "all eigenvectors and eigenvalues of the curvature"
 
     @property
-    def basis(self) -> Basis:
+    def basis(self) -> Basis:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self
 
 
@@ -127,7 +111,7 @@ class Decomposition(
     words = "all eigenvectors and eigenvalues"
 
     @property
-    def decomposition(self) -> Decomposition:
+    def decomposition(self) -> Decomposition:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self
 
     def size(self, otherwise: Callable[[], Tensor]) -> Tensor:
@@ -221,14 +205,11 @@ class Congruence(NamedTuple("Congruence", [("inverse", Tensor), ("matrix", Tenso
 
     __slots__ = ()
     words = "an inverse root of M, and the matrix to which it reduces the pair"
+    of_pair = True
 
     @property
-    def congruence(self) -> Congruence:
+    def congruence(self) -> Congruence:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self
-
-    @property
-    def reduced(self) -> Kept:
-        return NOTHING
 
 
 class Reduced(native.Reduced, Kept):
@@ -236,11 +217,7 @@ class Reduced(native.Reduced, Kept):
 
     __slots__ = ()
     words = "the factor of M and the reduction to a tridiagonal matrix"
-    compiled = True
-
-    @property
-    def reduced(self) -> Kept:
-        return NOTHING
+    compiled = of_pair = True
 
 
 NOTHING = Nothing()
