@@ -657,9 +657,9 @@ LESS_OPERATOR = [
     ),
     Bug(
         "operator: gradient of A without the residual",
-        "gradients/by_products.py",
-        "left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)",
-        "left, right = -torch.cat([0 * rest, along], -2), torch.cat([z, y], -2)",
+        "gradients/base.py",
+        "[-self.weighted(self.residual), -self.of_b()]",
+        "[0 * self.weighted(self.residual), -self.of_b()]",
         "test_krylov.py::test_every_regular_least_squares_family_has_the_dense_gradient",
     ),
     Bug(
@@ -718,15 +718,15 @@ LESS_RULES = [
     Bug(
         "gradient of A without the residual",
         "gradients/minimum.py",
-        "dA = outer_sum((self.residual(), image), (-z, -self.y), A.shape)",
-        "dA = outer_sum((0 * self.residual(), image), (-z, -self.y), A.shape)",
+        "images = Images(self.residual(), matvec(A, z), None)",
+        "images = Images(0 * self.residual(), matvec(A, z), None)",
         LESS_GRADIENTS,
     ),
     Bug(
         "gradient of A with the residual of the wrong sign",
         "gradients/minimum.py",
-        "dA = outer_sum((self.residual(), image), (-z, -self.y), A.shape)",
-        "dA = outer_sum((-self.residual(), image), (-z, -self.y), A.shape)",
+        "images = Images(self.residual(), matvec(A, z), None)",
+        "images = Images(-self.residual(), matvec(A, z), None)",
         LESS_GRADIENTS,
     ),
     Bug(

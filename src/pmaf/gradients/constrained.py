@@ -3,10 +3,10 @@
 With weights `w`, `W = diag(w)` and `r = Ay − b`, a minimum of `½rᵀWr` on the ellipsoid `yᵀMy = ρ²`
 has `AᵀWr + μMy = 0`. With `z` and `ν` of the linear system in `tangent/kkt.py`,
 
-    ∂L/∂b = W A z,   ∂L/∂A = −W(r zᵀ + (A z) yᵀ),   ∂L/∂w = −r∘(A z),
-    ∂L/∂M = −½μ(z yᵀ + y zᵀ) − ½ν y yᵀ,   ∂L/∂ρ = νρ.
+    ∂L/∂M = −½μ(z yᵀ + y zᵀ) − ½ν y yᵀ,   ∂L/∂ρ = νρ,
 
-No square root of a weight is in them, so that they are right at weights of zero.
+and `Images` has the other gradients. No square root of a weight is in them, so that they are right
+at weights of zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pmaf import native
-from pmaf.gradients.base import Reverse
+from pmaf.gradients.base import Images, Reverse
 from pmaf.linalg import sphere
 from pmaf.linalg.gram import singular_spectrum
 from pmaf.linalg.products import broadcast, matvec, outer_sum, rmatvec
@@ -186,20 +186,20 @@ def constrained_gradients(layout: Layout, ball: bool, given: Reverse) -> Tensors
         fixed = scaled(A.detach(), b.detach(), None if weights is None else weights.detach())
         basis, gap = decomposed(fixed[0], found)
     acts = acting(y.detach(), found, gap, ball)
-    point = Point(found, gap, *basis, acts)
+    point = Point(found, gap, basis.rows, basis.spread, acts)
     r = matvec(A, y) - b
     # The multiplier of the solver, itself an output of the solve, has more digits than `yᵀAᵀWr`.
     multiplier = torch.where(acts, found, 0)
     v = torch.zeros_like(y) if v is None else v
     c = torch.zeros_like(found) if d_multiplier is None else torch.where(acts, d_multiplier, 0)
     z, nu = kkt_solve(layout, v, c, y, multiplier, tensors, point)
-    moved = matvec(A, z)
+    images = Images(r, matvec(A, z), weights)
     pull = -multiplier.unsqueeze(-1) * z - 0.5 * nu.unsqueeze(-1) * y
     parts = Parts(
-        A=outer_sum((times(weights, r), times(weights, moved)), (-z, -y), A.shape),
+        A=outer_sum(*images.of_matrix(y, z), shape=A.shape),
         M=None if M is None else _pull_metric([(pull, y)], M),
-        b=times(weights, moved),
-        weights=-r * moved,
+        b=images.of_b(),
+        weights=images.of_weights(),
         radius=nu if radius is None else nu * radius,
     )
     gathered = layout.gathered(parts, tensors)

@@ -400,10 +400,22 @@ def symmetric_newton(
     # The vectors of a repeated eigenvalue move together: only their span has derivatives.
     linked = ~differences(shift, scale)[1]
     dual, back = pair
-    basis = back(vectors.mT)
+    return newton_in_basis(lambda y: y @ S, back(vectors.mT), inverse, linked, dual)
+
+
+def newton_in_basis(
+    product: _OfRows, basis: Tensor, inverse: Tensor, linked: Tensor, dual: _OfRows = _itself
+) -> _OfRows:
+    """Newton's step for eigenvectors as rows, where the fixed problem has eigenvectors `basis`.
+
+    Args:
+        product: rows times the matrix.
+        inverse: `1/(λⱼ − λᵢ)` for each row and each vector of the basis, or zero.
+        linked: which vectors move together.
+    """
 
     def step(y: Tensor) -> Tensor:
-        image = y @ S
+        image = product(y)
         rest = image - torch.where(linked, image @ y.mT, 0) @ dual(y)
         y = y + ((rest @ basis.mT) * inverse) @ basis
         # Newton's step towards orthonormal rows, whose error is the square of the last step.

@@ -6,10 +6,6 @@ matrix `∇²f + μI`, an incoming gradient `v` requires the solution `z` of
     P H P z = P v,   yᵀz = 0,   P = I − yyᵀ,
 
 and the gradient of each input is that of `zᵀ force(y)`, with `y` and `z` fixed.
-
-For least squares, with `r = Ay − b`, the gradient of `A` is a sum of two rank-one terms:
-
-    ∂L/∂b = A z,   ∂L/∂A = −(r zᵀ + (A z) yᵀ).
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from pmaf.gradients.base import Gradient, contract
+from pmaf.gradients.base import Gradient, Images, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.gram import promoted, singular_spectrum
@@ -214,11 +210,9 @@ class LeastSquaresConditions(MinimumConditions):
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         A = self.tensors[0]
-        image = matvec(A, z)
-        dA = None
-        if needs[0]:
-            dA = outer_sum((self.residual(), image), (-z, -self.y), A.shape)
-        return dA, image if needs[1] else None
+        images = Images(self.residual(), matvec(A, z), None)
+        dA = outer_sum(*images.of_matrix(self.y, z), shape=A.shape) if needs[0] else None
+        return dA, images.image if needs[1] else None
 
     def hessian(self) -> Tensor:
         A = self.tensors[0]

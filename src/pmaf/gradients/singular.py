@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.gradients.base import Reverse
+from pmaf.gradients.eigenvectors import newton_in_basis
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, nearest, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
@@ -200,12 +201,4 @@ def singular_newton(
     inverse = (1 / torch.where(merged, 1, _rise(values, spectrum))).masked_fill(merged, 0)
     # The vectors of a repeated singular value move together: only their span has derivatives.
     linked = equal(values)
-
-    def step(y: Tensor) -> Tensor:
-        image = weighted(y @ A.mT, weights) @ A
-        rest = image - torch.where(linked, image @ y.mT, 0) @ y
-        y = y + ((rest @ rows.mT) * inverse) @ rows
-        # Newton's step towards orthonormal rows, whose error is the square of the last step.
-        return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
-
-    return step
+    return newton_in_basis(lambda y: weighted(y @ A.mT, weights) @ A, rows, inverse, linked)
