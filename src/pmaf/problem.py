@@ -335,8 +335,9 @@ class Problem(Named):
 
     def first_gradients(
         self,
-        tensors: tuple[Tensor, ...],
+        tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -361,7 +362,7 @@ class Problem(Named):
         if basis is None:
             helper = solve(fixed, None, SECULAR, False, False)
             basis, gap = helper.basis, found.multiplier + (helper.gap - helper.multiplier)
-        correct = TangentSolver(*basis, gap, found.value)
+        correct = TangentSolver(basis.rows, basis.spread, gap, found.value)
 
         def step(u: Tensor) -> Tensor:
             force = self.force(u, *self.tensors)

@@ -16,7 +16,7 @@ from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import REDUCED
-from pmaf.tangent.kept import NOTHING, Kept, Reduced, Tridiagonal
+from pmaf.tangent.kept import Kept, Nothing, Reduced, Tridiagonal
 
 
 class CompiledEigenvectors(Executor):
@@ -33,12 +33,13 @@ class CompiledEigenvectors(Executor):
         numbers = native.reduction_numbers(shape[-1], dtype, k)
         # The shape of what is kept of the forward pass, None if it is nothing.
         self.size = (*shape[:-2], numbers) if numbers else None
+        self.kind = Tridiagonal if numbers else Nothing
 
     def account(self, tensors: Tensors) -> Account:
         return Account(
             "Reduction(): compiled kernels, Householder's reduction and Laguerre's method",
             REDUCED.reason,
-            (Tridiagonal if self.size else NOTHING).words,
+            self.kind.words,
             COMPILED,
         )
 
@@ -63,9 +64,6 @@ class CompiledEigenvectors(Executor):
         if not recorded:
             return vectors, values
         return attach_solved(self, (vectors, values), () if numbers is None else (numbers,), A)
-
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return Tridiagonal(*held) if held else NOTHING
 
     def differentiate(
         self,
@@ -110,6 +108,7 @@ class CompiledPairs(CompiledEigenvectors):
     def __init__(self, problem: Any, shape: torch.Size, dtype: torch.dtype, common: Common) -> None:
         Executor.__init__(self, problem, ("A", "M"), "pairs: compiled")
         self.columns, self.common, self.looked = problem.k is not None, common, False
+        self.kind, self.largest = Reduced, problem.largest
 
     def account(self, tensors: Tensors) -> Account:
         return Account(
@@ -136,16 +135,8 @@ class CompiledPairs(CompiledEigenvectors):
         took(self.way)
         return attach_solved(self, (vectors, values), kept, A, M) if recorded else (vectors, values)
 
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return Reduced(*held) if held else NOTHING
-
-    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
-        A, M = (x.detach() for x in tensors)
-        _, kept = native.largest_of_pair(A, M, self.problem.k, self.problem.largest, keep=True)
-        return Reduced(*kept) if kept else NOTHING
-
     def differentiate(
-        self,
+        self: Any,
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,
@@ -155,8 +146,7 @@ class CompiledPairs(CompiledEigenvectors):
         needs: Sequence[bool],
     ) -> native.Gradients:
         took("pairs: compiled gradient")
-        dtype = tensors[0].dtype
-        return native.pair_gradients(kept, v, d_multiplier, dtype, self.problem.largest, needs)
+        return native.pair_gradients(kept, v, d_multiplier, tensors[0].dtype, self.largest, needs)
 
 
 def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:

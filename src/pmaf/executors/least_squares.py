@@ -15,11 +15,13 @@ from pmaf.executors.base import COMPILED, Account, Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import DECOMPOSED_MINIMUM, REDUCED_MINIMUM
-from pmaf.tangent.kept import Basis, Exact, Kept
+from pmaf.tangent.kept import Basis, Exact
 
 
 class CompiledLeastSquares(Executor):
     """Least squares on the unit sphere, of float32."""
+
+    kind = Exact
 
     def __init__(self, problem: Any) -> None:
         super().__init__(problem, ("A", "b"), "less: reduction")
@@ -48,16 +50,8 @@ class CompiledLeastSquares(Executor):
             return u, multiplier
         return attach_solved(self, (u, multiplier), (multiplier, numbers), A, b)
 
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return Exact(*held)
-
-    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
-        A, b = (x.detach() for x in tensors)
-        found = native.least_squares(A, b.expand(*A.shape[:-1]))
-        return Exact(found.multiplier, found.numbers)
-
     def differentiate(
-        self,
+        self: Any,
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,

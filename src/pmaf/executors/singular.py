@@ -30,7 +30,7 @@ from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
 class DecomposedSingularVectors(Executor):
     """Right singular vectors by a singular value decomposition, which is kept."""
 
-    compiles = False
+    compiles, kind = False, SingularBasis
 
     def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
         super().__init__(problem, names, "singular: svd")
@@ -66,9 +66,6 @@ class DecomposedSingularVectors(Executor):
         if not records(*given):
             return vectors, values
         return attach_solved(self, (vectors, values), (rows, spectrum), *given)
-
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return SingularBasis(*held)
 
 
 class CompiledSingularVectors(Executor):

@@ -91,7 +91,9 @@ class Images(NamedTuple):
 
     def of_matrix(self, y: Tensor, z: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Left and right factors of the gradient of `A`, a sum of two products."""
-        return [-self.weighted(self.residual), -self.of_b()], [z, y]
+        r, along, weights = self
+        r, along = (r, along) if weights is None else (weights * r, weights * along)
+        return [-r, -along], [z, y]
 
 
 class Reverse(NamedTuple):

@@ -336,8 +336,9 @@ class PrincipalEigenvectors(Problem):
 
     def first_gradients(
         self,
-        tensors: tuple[Tensor, ...],
+        tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,

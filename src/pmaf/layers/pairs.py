@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.certificate import certify_eigenvectors_by_products
+from pmaf.executors.eigenvectors import CompiledPairs
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, pair_gradients
 from pmaf.gradients.eigenvectors import (
@@ -233,18 +234,7 @@ class Pair(PrincipalEigenvectors):
         _, kept = native.largest_of_pair(A, M, self.k, self.largest, keep=True)
         return Reduced(*kept) if kept else NOTHING
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Any,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        took("pairs: compiled gradient")
-        dtype = tensors[0].dtype
-        return native.pair_gradients(kept, v, d_multiplier, dtype, self.largest, needs)
+    first_gradients = CompiledPairs.differentiate
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given

@@ -29,11 +29,9 @@ class Kept(tuple[Any, ...]):
     decomposition: ClassVar[Any] = None  # the `Decomposition`
     congruence: ClassVar[Any] = None  # the `Congruence`
 
-    def solve(
-        self, system: Any, v: Tensor, y: Tensor, tensors: tuple[Tensor, ...], state: Any
-    ) -> Tensor:
-        """`z` of a `BorderedSystem`, by its method for what was kept."""
-        return system.solve_anew(v, y, tensors, state)
+    def solve(self, system: Any, *given: Any) -> Tensor:
+        """`z` of a `BorderedSystem`, by one of its methods, whose arguments are `given`."""
+        return system.solve_anew(*given)
 
     def singular(self, otherwise: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The rows and values of a `SingularBasis`; those of `otherwise` if none was kept."""
@@ -71,10 +69,8 @@ class _Eigenbasis(Kept):
 
     __slots__ = ()
 
-    def solve(
-        self, system: Any, v: Tensor, y: Tensor, tensors: tuple[Tensor, ...], state: Any
-    ) -> Tensor:
-        return system.solve_in_basis(v, y, tensors, state)
+    def solve(self, system: Any, *given: Any) -> Tensor:
+        return system.solve_in_basis(*given)
 
     def in_units(self, unit: Tensor, power: int) -> Any:
         return type(self)(self[0], self[1] * unit.unsqueeze(-1) ** power)  # pyright: ignore
@@ -155,10 +151,8 @@ class Factor(NamedTuple("Factor", [("lower", Tensor)]), Kept):
     __slots__ = ()
     words = "a Cholesky factor"
 
-    def solve(
-        self, system: Any, v: Tensor, y: Tensor, tensors: tuple[Tensor, ...], state: Any
-    ) -> Tensor:
-        return system.solve_factored(v, y, tensors, state)
+    def solve(self, system: Any, *given: Any) -> Tensor:
+        return system.solve_factored(*given)
 
     def for_products(self, gap: Tensor, values: Tensor) -> tuple[Tensor, float, None]:
         return self.lower, rate_of(gap, values), None
