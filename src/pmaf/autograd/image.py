@@ -39,6 +39,8 @@ def entries(A: Operator) -> Tensor:
 class _Image:
     """The derivative of products, once."""
 
+    uses_found = False
+
     def __init__(self, A: Operator, mesh: Any) -> None:
         self.A, self.mesh = A, mesh
 

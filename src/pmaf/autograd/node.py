@@ -68,6 +68,8 @@ class Solved(torch.autograd.Function):
 class Refused:
     """Outputs that cannot be differentiated; a derivative of them is an error that says why."""
 
+    uses_found = False
+
     def __init__(self, why: str) -> None:
         self.why = why
 

@@ -62,6 +62,8 @@ def _inside(V: Tensor, x: Tensor) -> Tensor:
 class _Span:
     """The derivative of `VVᴴ`."""
 
+    uses_found = False
+
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
@@ -85,6 +87,8 @@ _SPAN = _Span()
 
 class _Again:
     """Gradients that warn when they are differentiated."""
+
+    uses_found = False
 
     def __init__(self, warning: Callable[[Tensor], None]) -> None:
         self.warning = warning

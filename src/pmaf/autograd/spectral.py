@@ -100,6 +100,7 @@ class _OfGroup(NamedTuple):
     function: MatrixFunction
     decompose: Decompose
     kind: type[Kept]
+    uses_found = False
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
