@@ -25,7 +25,7 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.tangent.factor import gap_above
 from pmaf.tangent.kept import Basis
-from pmaf.tangent.kkt import Point, Tensors, kkt_solve
+from pmaf.tangent.kkt import Pairs, Point, Tensors, kkt_solve
 
 
 class Parts(NamedTuple):
@@ -59,12 +59,7 @@ class WeightedCurvature:
             found = found + rest
         return found
 
-    def pullback(
-        self,
-        pairs: list[tuple[Tensor, Tensor]],
-        metric: list[tuple[Tensor, Tensor]],
-        tensors: Tensors,
-    ) -> Tensors:
+    def pullback(self, pairs: Pairs, metric: Pairs, tensors: Tensors) -> Tensors:
         A, M, weights = tensors
         images = [(matvec(A, w), matvec(A, z)) for w, z in pairs]
         lefts = [times(weights, x) for both in images for x in both]
@@ -98,7 +93,7 @@ def _is_diagonal(M: Tensor) -> bool:
     return M.shape[-2] == 1
 
 
-def _pull_metric(pairs: list[tuple[Tensor, Tensor]], M: Tensor) -> Tensor:
+def _pull_metric(pairs: Pairs, M: Tensor) -> Tensor:
     """The gradient of `Σ wᵀMz`, symmetric, in the shape of `M`."""
     if not pairs:
         return torch.zeros_like(M)

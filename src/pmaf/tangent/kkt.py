@@ -31,6 +31,7 @@ from pmaf.tangent.basis import TangentSolver
 
 # `A`, `M` and weights, on which `H` and `M` depend.
 Tensors = tuple[Tensor, Tensor | None, Tensor | None]
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Solved(NamedTuple):
@@ -70,12 +71,7 @@ class Curvature(Protocol):
         """`M⁻¹z`, differentiable, for an `M` whose value is the identity."""
         ...
 
-    def pullback(
-        self,
-        pairs: list[tuple[Tensor, Tensor]],
-        metric: list[tuple[Tensor, Tensor]],
-        tensors: Tensors,
-    ) -> Tensors:
+    def pullback(self, pairs: Pairs, metric: Pairs, tensors: Tensors) -> Tensors:
         """Gradients of `Σ wᵀHz` over pairs, plus `Σ wᵀMz` over other pairs, in the tensors."""
         ...
 
