@@ -1,7 +1,8 @@
 """The node that a solve leaves in the graph in eager mode, for every problem and every solver.
 
 The solve itself runs before, and autograd does not record it. What differs between solves by
-kernels, by torch and by products is how a gradient is computed: that is a `Pull`.
+kernels, by torch and by products is how a gradient is computed: that is a `Pull`. Products with
+operators, functions of vectors and gradients of gradients leave the same node.
 """
 
 from __future__ import annotations
@@ -62,6 +63,20 @@ class Solved(torch.autograd.Function):
         parts, same = restored(ctx)
         saved = _named(Saved, (parts[:first], parts[first:last], parts[last:], same))
         return None, None, None, *ctx.source.pull(saved, grads, ctx.needs_input_grad[3:])
+
+
+class Refused:
+    """Outputs that cannot be differentiated; a derivative of them is an error that says why."""
+
+    uses_found = False
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        raise RuntimeError(self.why)
 
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.

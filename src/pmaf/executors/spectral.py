@@ -19,7 +19,7 @@ from pmaf.linalg.products import symmetric_part
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
-from pmaf.tangent.kept import IN_WORDS, Decomposition
+from pmaf.tangent.kept import Decomposition
 
 
 class WholeSpectrum(Executor):
@@ -53,7 +53,7 @@ class WholeSpectrum(Executor):
         first = "Dense(): decomposition"
         if self.plan is not None:
             first = "Reduction(): compiled kernels, Householder's reduction and Laguerre's method"
-        return Account(first, self.why, IN_WORDS[Decomposition], DIFFERENCES)
+        return Account(first, self.why, Decomposition.words, DIFFERENCES)
 
     def solve(self, tensors: Tensors) -> Found | None:
         A = tensors["A"]

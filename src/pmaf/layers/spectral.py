@@ -46,7 +46,6 @@ from pmaf.runtime.modes import (
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution
 from pmaf.solvers.auto import DENSE
-from pmaf.tangent.kept import Decomposition
 
 Function = str | Callable[[Tensor], Tensor]
 
@@ -105,8 +104,8 @@ def _group(A: Tensor, posed: MatrixFunction, copies: int) -> Group | tuple[Tenso
         found = find(problem, None, problem.choice().solver, False, False)
     except OutOfRangeError:  # a decomposition changes units
         return None
-    if isinstance(found.kept, Decomposition):
-        rows, values = found.kept
+    if found.kept.decomposition is not None:
+        rows, values = found.kept.decomposition
         return (values, rows.mT) if posed.largest else (-values.flip(-1), rows.flip(-2).mT)
     values = found.multiplier if posed.largest else -found.multiplier
     if scalar.domain != "any":
@@ -205,8 +204,8 @@ def _decomposition(A: Tensor) -> tuple[Tensor, Tensor]:
     problem = PrincipalEigenvectors(fixed)
     solve = find_in_range if eager else solve_opaquely
     found = solve(problem, None, DENSE, False, False)
-    assert isinstance(found.kept, Decomposition)
-    return found.kept.values, found.kept.rows.mT
+    known: Any = found.kept.decomposition
+    return known.values, known.rows.mT
 
 
 def _check(posed: MatrixFunction, values: Tensor, found: Any) -> None:

@@ -47,7 +47,7 @@ from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
 from pmaf.solvers import Reduction, Solver
 from pmaf.solvers.auto import EIGENPAIRS, chosen
-from pmaf.tangent.kept import IN_WORDS, Decomposition
+from pmaf.tangent.kept import Decomposition
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,11 +243,11 @@ class FunctionOfSpectrum:
         derivative = DIFFERENCES
         if not takes_group(like, k):
             why = "all eigenpairs are asked for, or so many that a decomposition finds them faster"
-            return Account(whole, why, IN_WORDS[Decomposition], derivative)
+            return Account(whole, why, Decomposition.words, derivative)
         problem = PrincipalEigenvectors(like, k, copies=copies)
         _, solver, why = problem.choice()
         first, then = problem.course(solver)
-        kinds = dict.fromkeys(IN_WORDS[kind] for kind in problem.may_keep(solver))
+        kinds = dict.fromkeys(kind.words for kind in problem.may_keep(solver))
         return Account(
             f"{abbreviated(solver)}: {first}, for {group}{words}",
             why,

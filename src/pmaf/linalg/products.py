@@ -6,6 +6,8 @@ matrix-vector products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -84,7 +86,7 @@ def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
-def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def outer_sum(lefts: Sequence[Tensor], rights: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """`Σ left rightᵀ`, summed over whatever batch dimensions `shape` does not have.
 
     All terms are one product, so that a rank-two gradient is written to memory once.

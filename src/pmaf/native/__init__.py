@@ -335,7 +335,7 @@ def planned_gradient(
     v: Tensor | None,
     d_values: Tensor | None,
     plan: BackwardPlan,
-    reduction: Tensor | None,
+    reduction: Tensor | None = None,
 ) -> Gradients:
     """The same for a plan that is known."""
     sizes, count, dtype, real, entries, vectors, values, numbers = plan
