@@ -24,7 +24,7 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 9
+_VERSION = 10
 # Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
 # of `failed`, and the number of threads.
 _FUNCTIONS = {
@@ -66,13 +66,18 @@ def _load() -> tuple[Any, str]:
         return None, f"{path} cannot be loaded: {error}"
     if version != _VERSION:
         return None, f"{path} is of another version of pmaf; install pmaf again"
-    library.pmaf_choose.restype = ctypes.c_char_p
+    library.pmaf_choose.restype = library.pmaf_sets.restype = ctypes.c_char_p
     for name in ("reduction_numbers", "minimum_numbers", "posed_numbers", "regions"):
         getattr(library, f"pmaf_{name}").restype = ctypes.c_long
     chosen = library.pmaf_choose(setting.encode()).decode()
-    if setting and chosen != setting:
-        return None, f"PMAF_NATIVE={setting}, which this processor or this build does not have"
-    return library, chosen
+    if chosen:
+        return library, chosen
+    held = library.pmaf_sets().decode()
+    if not setting:
+        return None, f"compiled for {held} on another processor; install pmaf again"
+    if setting in held.split(", "):
+        return None, f"PMAF_NATIVE={setting}, which this processor does not have"
+    return None, f"PMAF_NATIVE={setting}, which this build does not have: it holds {held}"
 
 
 def forked_early() -> None:

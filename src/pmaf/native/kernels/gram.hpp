@@ -42,11 +42,12 @@ template <class R> struct Wrapped {
   int m, n, filled;
   R *copy;  // the matrices, interleaved, if they are small
 
-  static long space(int m, int n) {
+  // How many numbers are copied.
+  static long copied(int m, int n) {
     return Kind<R>::lanes > 1 && (long)m * n <= 8192 ? (long)m * n : 0;
   }
   void interleave() {
-    if (!space(m, n)) copy = nullptr;
+    if (!copied(m, n)) copy = nullptr;
     if (copy) load_row(A, (long)m * n, filled, m * n, copy);
   }
   R at(int i, int j) const {

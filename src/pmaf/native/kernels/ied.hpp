@@ -6,6 +6,7 @@
 #pragma once
 
 #include "api.hpp"
+#include "arena.hpp"
 #include "reduction.hpp"
 #include "storage.hpp"
 
@@ -294,28 +295,45 @@ using Tridiagonals = std::conditional_t<S::along_rows, Lanes, typename S::Number
 template <class S>
 constexpr int PER_NUMBER = Kind<Tridiagonals<S>>::lanes / Kind<typename S::Number>::lanes;
 
-template <class S> inline long forward_space(int n, int k, bool pair, int slots) {
-  const long stride = S::stride_of(n);
-  return slots * (n + 1) * stride + (pair ? 2 * n : 0) * stride + 10 * stride +
-         PER_NUMBER<S> * (6 * n + k * n + k) + 16;
-}
+// The memory of `find_pairs`, for matrices in `slots`.
+template <class S> struct PairsMemory {
+  using R = typename S::Number;
+  using Q = Tridiagonals<S>;
+  R *matrices, *taus;       // of each slot
+  R *lower, *spare;         // of a pair
+  R *d, *e, *inverse, *z, *x;
+  R *work;                  // five rows
+  Q *diagonals, *beside, *squares, *rows, *values;
+  Q *spares;                // three rows
+
+  PairsMemory(Arena &arena, int n, int k, bool pair, int slots) {
+    const long stride = S::stride_of(n), square = n * stride;
+    matrices = arena.take<R>(slots * square);
+    taus = arena.take<R>(slots * stride);
+    lower = arena.take<R>(pair ? square : 0);
+    spare = arena.take<R>(pair ? square : 0);
+    for (R **row : {&d, &e, &inverse, &z, &x}) *row = arena.take<R>(stride);
+    work = arena.take<R>(5 * stride);
+    for (Q **row : {&diagonals, &beside, &squares}) *row = arena.take<Q>(n);
+    rows = arena.take<Q>((long)k * n);
+    values = arena.take<Q>(k);
+    spares = arena.take<Q>(3L * n);
+  }
+};
 
 // Finds the eigenpairs of `filled` matrices: in the lanes of S, or one after the other in `filled`
 // slots, of which a pair has one.
 template <class S, class F>
-inline long find_pairs(const Forward &p, long first, int filled, typename S::Number *space) {
+inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using Q = Tridiagonals<S>;
-  constexpr int lanes = Kind<R>::lanes, width = Kind<Q>::lanes;
+  constexpr int width = Kind<Q>::lanes;
   const int n = p.n, k = p.k, stride = S::stride_of(n), slots = S::along_rows ? filled : 1;
   const int each = S::along_rows ? 1 : filled;  // matrices of a slot
   const bool pair = p.M;
-  R *matrices = space, *taus = matrices + (long)slots * stride * n, *lower = taus + slots * stride,
-    *spare = lower + (pair ? (long)stride * n : 0), *d = spare + (pair ? (long)stride * n : 0),
-    *e = d + stride, *work = e + stride, *inverse = work + 5 * stride, *z = inverse + stride,
-    *x = z + stride;
-  Q *diagonals = (Q *)(x + stride), *beside = diagonals + n, *squares = beside + n,
-    *spares = squares + n, *rows = spares + 3 * n, *values = rows + k * n;
+  const PairsMemory<S> memory(arena, n, k, pair, slots);
+  const auto [matrices, taus, lower, spare, d, e, inverse, z, x, work, diagonals, beside, squares,
+              rows, values, spares] = memory;
   R units[width];
   MaskOf<R> good[width];
   for (int slot = 0; slot < slots; ++slot) {
@@ -392,11 +410,33 @@ constexpr int NULLS = 8;
 // The residual that a solution may have, in rounding errors of the matrix times the solution.
 constexpr double RESIDUAL = 16;
 
-template <class S> inline long backward_space(int n, int k, int rows, bool pair) {
-  const long stride = S::stride_of(n);
-  return (pair ? 3 : 2) * stride * n + 8 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) +
-         2 * S::parts * k * k + 16;
-}
+// The memory of `solve_complement`.
+template <class S> struct ComplementMemory {
+  using R = typename S::Number;
+  using X = typename S::Entry;
+  R *a, *K, *lower;  // matrices, the last one of a pair
+  R *inverse, *roots, *probe, *again, *right;
+  R *image;          // two rows
+  R *y, *z, *null;   // rows
+  R *values, *shifts;
+  X *inside, *normal;
+
+  ComplementMemory(Arena &arena, int n, int k, int rows, bool pair) {
+    const long stride = S::stride_of(n), square = n * stride;
+    a = arena.take<R>(square);
+    K = arena.take<R>(square);
+    lower = arena.take<R>(pair ? square : 0);
+    for (R **row : {&inverse, &roots, &probe, &again, &right}) *row = arena.take<R>(stride);
+    image = arena.take<R>(2 * stride);
+    y = arena.take<R>(k * stride);
+    z = arena.take<R>(rows * stride);
+    null = arena.take<R>(NULLS * stride);
+    values = arena.take<R>(k);
+    shifts = arena.take<R>(rows);
+    inside = arena.take<X>((long)k * k);
+    normal = arena.take<X>((long)k * k);
+  }
+};
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
 // at most √n, of others from products with a vector without structure; one for a matrix of zeros.
@@ -509,25 +549,30 @@ inline void add_values(const Backward &p, long first, int filled, typename S::Nu
 // For a gradient, the part of z along the other vectors follows in closed form. A pair is reduced to
 // one matrix S, and its z is that of S, turned back.
 template <class S, class F>
-inline long solve_complement(const Backward &p, long first, int filled,
-                             typename S::Number *space) {
+inline long solve_complement(const Backward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using X = typename S::Entry;
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, k = p.k, rows = p.rows, stride = S::stride_of(n);
   const bool pair = p.matrix;
-  R *a = space, *K = a + (long)stride * n, *lower = K + (long)stride * n,
-    *inverse = lower + (pair ? (long)stride * n : 0), *roots = inverse + stride,
-    *image = roots + stride, *probe = image + 2 * stride, *again = probe + stride,
-    *right = again + stride, *y = right + stride, *z = y + k * stride, *null = z + rows * stride,
-    *values = null + NULLS * stride, *shifts = values + k;
-  X *inside = (X *)(shifts + rows), *normal = inside + k * k;
+  const ComplementMemory<S> memory(arena, n, k, rows, pair);
+  R *const a = memory.a, *const K = memory.K, *const lower = memory.lower,
+    *const inverse = memory.inverse, *const roots = memory.roots, *const probe = memory.probe,
+    *const again = memory.again, *const right = memory.right, *const image = memory.image,
+    *const y = memory.y, *const z = memory.z, *const null = memory.null,
+    *const values = memory.values, *const shifts = memory.shifts;
+  X *const inside = memory.inside, *const normal = memory.normal;
   const R one = all_of<R>(1), none = all_of<R>(0);
   const long start = first * n * n * S::parts;
   const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
                       : load<S, F, !HAS_RANGE<F>>((const F *)p.A + start, n, filled, p.sign, a);
   // Vectors along rows end in zeros, and without v, z is zero.
-  for (R *x = S::along_rows ? inverse : z; x < null; ++x) *x = none;
+  if (S::along_rows) {
+    for (int i = 0; i < stride; ++i)
+      inverse[i] = roots[i] = probe[i] = again[i] = right[i] = image[i] = image[stride + i] = none;
+    for (int i = 0; i < k * stride; ++i) y[i] = none;
+  }
+  for (int i = 0; i < rows * stride; ++i) z[i] = none;
   if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);
   for (int j = 0; j < k; ++j) {
     const long from = (first * k + j) * n * S::parts;
@@ -686,10 +731,26 @@ inline long solve_complement(const Backward &p, long first, int filled,
   return report<R>(good, first, filled, p.failed);
 }
 
-inline long reduced_space(int n, int k, int slots) {
-  const long stride = Medium::stride_of(n);
-  return (9 + k) * (long)n * WIDTH + slots * (2 * k * stride + k * k) + 2 * stride + k * k + 16;
-}
+// The memory of `differentiate_reductions`.
+struct ReducedMemory {
+  Lanes *down, *up, *spare, *t, *w, *rest, *again, *d, *e;
+  Lanes *rows;
+  double *z, *y;             // rows of each slot
+  double *image;             // two rows
+  double *inside, *normal;   // the first of each slot
+
+  ReducedMemory(Arena &arena, int n, int k, int slots) {
+    const long stride = Medium::stride_of(n);
+    for (Lanes **row : {&down, &up, &spare, &t, &w, &rest, &again, &d, &e})
+      *row = arena.take<Lanes>(n);
+    rows = arena.take<Lanes>((long)k * n);
+    z = arena.take<double>(slots * k * stride);
+    y = arena.take<double>(slots * k * stride);
+    image = arena.take<double>(2 * stride);
+    inside = arena.take<double>((long)slots * k * k);
+    normal = arena.take<double>((long)k * k);
+  }
+};
 
 // A lower bound of the norm of a matrix: the largest column of T, or the largest of its eigenvalues that
 // are known.
@@ -709,21 +770,23 @@ inline double size_of(const Reduction &kept) {
 // done for that lane alone, so that no matrix depends on another. Entries whose eigenvalue repeats, or
 // whose solution rounding has spoilt, are left out: their bits in the result are set.
 template <class F>
-inline unsigned differentiate_reductions(const Backward &p, long first, int filled, double *space) {
+inline unsigned differentiate_reductions(const Backward &p, long first, int filled, Arena arena) {
   using S = Medium;
   const int n = p.n, k = p.k, stride = S::stride_of(n), systems = p.v ? filled * k : 0;
-  Lanes *down = (Lanes *)space, *up = down + n, *spare = up + n, *t = spare + n, *w = t + n,
-        *rest = w + n, *again = rest + n, *d = again + n, *e = d + n, *rows = e + n;
-  double *z = (double *)(rows + k * n), *y = z + filled * k * stride,
-         *image = y + filled * k * stride, *inside = image + 2 * stride,
-         *normal = inside + filled * k * k;
+  const ReducedMemory memory(arena, n, k, filled);
+  Lanes *const down = memory.down, *const up = memory.up, *const spare = memory.spare,
+        *const t = memory.t, *const w = memory.w, *const rest = memory.rest,
+        *const again = memory.again, *const d = memory.d, *const e = memory.e,
+        *const rows = memory.rows;
+  double *const z = memory.z, *const y = memory.y, *const image = memory.image,
+         *const inside = memory.inside, *const normal = memory.normal;
   double sizes[WIDTH];
   unsigned left_out = 0;
   const auto kept_of = [&](int slot) {
     const long start = (first + slot) * Reduction::numbers(n, k);
     return Reduction(n, k, const_cast<double *>(p.reduction) + start);
   };
-  for (int i = 0; i < 2 * filled * k * stride; ++i) z[i] = 0;
+  for (int i = 0; i < filled * k * stride; ++i) z[i] = y[i] = 0;
   for (int slot = 0; slot < filled; ++slot) {
     double *zs = z + slot * k * stride;
     for (int j = 0; j < k; ++j) {

@@ -292,7 +292,7 @@ inline void store_entries(const typename S::Number *from, typename S::Number fac
 // Marks the lanes that are not good as failed, and returns how many these are.
 template <class R>
 inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
-  if (failed) __builtin_memset(failed + first, 0, (size_t)filled);
+  for (int l = 0; l < filled && failed; ++l) failed[first + l] = false;
   if (!any(negate(good))) return 0;
   long many = 0;
   for (int l = 0; l < filled; ++l) {

@@ -137,10 +137,20 @@ template <class R> struct Decomposition3 {
   }
 };
 
+// About as many multiplications as a 3×3 matrix takes.
+constexpr double THREE_COST = 80;
+
+// The memory of a matrix and of two vectors.
+template <class R> struct Three {
+  R *a, *y, *v;
+  explicit Three(Arena &arena) : a(arena.take<R>(9)), y(arena.take<R>(3)), v(arena.take<R>(3)) {}
+};
+
 template <class R, class F>
-inline long find_three(const Forward &p, long first, int filled, R *space) {
+inline long find_three(const Forward &p, long first, int filled, Arena arena) {
   using S = Tiny<3, R>;
-  R *a = space, *z = a + 9;
+  const Three<R> memory(arena);
+  R *a = memory.a, *z = memory.y;
   load_row<R, F>((const F *)p.A + first * 9, 9, filled, 9, a);
   const Decomposition3<R> found(a, p.sign);
   for (int i = 0; i < 3; ++i) z[i] = found.vectors[0][i];
@@ -155,9 +165,10 @@ inline long find_three(const Forward &p, long first, int filled, R *space) {
 // The gradient of A by all eigenpairs. Where the eigenvalue repeats, there is no derivative along the
 // vectors of the same value, and z gets no part along them.
 template <class R, class F>
-inline long differentiate_three(const Backward &p, long first, int filled, R *space) {
+inline long differentiate_three(const Backward &p, long first, int filled, Arena arena) {
   const R one = all_of<R>(1), none = all_of<R>(0);
-  R *a = space, *y = a + 9, *v = y + 3;
+  const Three<R> memory(arena);
+  const auto [a, y, v] = memory;
   load_row<R, F>((const F *)p.A + first * 9, 9, filled, 9, a);
   load_row<R, F>((const F *)p.y + first * 3, 3, filled, 3, y);
   const Decomposition3<R> found(a, p.sign);
