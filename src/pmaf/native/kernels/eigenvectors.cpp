@@ -5,26 +5,22 @@
 namespace pmaf {
 namespace {
 
-template <class R, class F> long forward_three(const Forward &p, int threads) {
-  return run<Forward>(p, find_three<R, F>, Kind<R>::lanes, numbers_of<Three<R>>(), THREE_COST,
+template <class R> long forward_three(const Forward &p, int threads) {
+  return run<Forward>(p, find_three<R>, Kind<R>::lanes, numbers_of<Three<R>>(), THREE_COST,
                       threads);
 }
 
-template <class F> long forward(const Forward &p, int threads) {
+long forward(const Forward &p, int threads) {
   if (p.n == 3 && p.k == 1 && !p.M)
-    return p.batch < 3 ? forward_three<double, F>(p, threads) : forward_three<Twins, F>(p, threads);
-  if (p.n > TINY) return forward_by<Medium, F>(p, threads);
-  if (p.batch < 3) return forward_by<Tiny<0, double>, F>(p, threads);
+    return p.batch < 3 ? forward_three<double>(p, threads) : forward_three<Twins>(p, threads);
+  if (p.n > TINY) return forward_by<Medium>(p, threads);
+  if (p.batch < 3) return forward_by<Tiny<0, double>>(p, threads);
   switch (p.n) {
-    case 2: return forward_by<Tiny<2, Twins>, F>(p, threads);
-    case 3: return forward_by<Tiny<3, Twins>, F>(p, threads);
-    case 4: return forward_by<Tiny<4, Twins>, F>(p, threads);
-    default: return forward_by<Tiny<0, Twins>, F>(p, threads);
+    case 2: return forward_by<Tiny<2, Twins>>(p, threads);
+    case 3: return forward_by<Tiny<3, Twins>>(p, threads);
+    case 4: return forward_by<Tiny<4, Twins>>(p, threads);
+    default: return forward_by<Tiny<0, Twins>>(p, threads);
   }
-}
-
-long either_forward(const Forward &p, int threads) {
-  return p.kind % 2 ? forward<double>(p, threads) : forward<float>(p, threads);
 }
 
 long reduction_numbers(int n, int k) { return n > TINY ? Reduction::numbers(n, k) : 0; }
@@ -32,7 +28,7 @@ long reduction_numbers(int n, int k) { return n > TINY ? Reduction::numbers(n, k
 }  // namespace
 
 template <class Set> void enter_eigenvectors(Kernels &kernels) {
-  kernels.forward[0] = either_forward;
+  kernels.forward[0] = forward;
   kernels.reduction_numbers = reduction_numbers;
 }
 template void enter_eigenvectors<PMAF_SET>(Kernels &);

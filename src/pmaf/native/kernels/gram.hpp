@@ -135,7 +135,7 @@ inline void gram_rows(const Wrapped<double> &A, int stride, double *G, double *p
     const int rows = q - k < PANEL ? q - k : PANEL;
     if (tall) {
       for (int i = 0; i < rows; ++i) {
-        for (int j = 0; j < p; ++j) panel[i * stride + j] = A.A[(long)(k + i) * A.n + j];
+        load_row<double>(A.A + (long)(k + i) * A.n, 0, 1, p, panel + i * stride);
         for (int j = p; j < stride; ++j) panel[i * stride + j] = 0;
       }
     } else {

@@ -65,14 +65,11 @@ inline typename S::Number divide(typename S::Number *a, int n, typename S::Numbe
   return unit;
 }
 
-// The squares and the cubes of numbers of single precision are in the range of double precision.
-template <class F> constexpr bool HAS_RANGE = sizeof(F) == 4;
-
 // Loads ±½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided: ones
-// without DIVIDED.
-template <class S, class F, bool DIVIDED = true>
-inline typename S::Number load(const F *A, int n, int filled, double sign,
-                               typename S::Number *a) {
+// if it is not to be divided.
+template <class S>
+inline typename S::Number load(Source A, int n, int filled, double sign, typename S::Number *a,
+                               bool divided = true) {
   using R = typename S::Number;
   R largest;
   if constexpr (S::along_rows) {
@@ -87,12 +84,12 @@ inline typename S::Number load(const F *A, int n, int filled, double sign,
     load_entries<S>(A, (long)n * n, filled, n * n, a);
     largest = symmetrise((typename S::Entry *)a, n, sign);
   }
-  return DIVIDED ? divide<S>(a, n, largest) : all_of<R>(1);
+  return divided ? divide<S>(a, n, largest) : all_of<R>(1);
 }
 
 // Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
 // as `a`, `work` holds 5·stride.
-template <class S, class F>
+template <class S>
 inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
                                       typename S::Number unit, typename S::Number *a,
                                       typename S::Number *lower, typename S::Number *spare,
@@ -102,8 +99,8 @@ inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, stride = S::stride_of(n);
   const R one = all_of<R>(1), none = all_of<R>(0);
-  const F *M = (const F *)p.M + first * n * n * S::parts;
-  const R metric = load<S, F>(M, n, filled, 1, lower);
+  const Source M = Source(p.M, p.kind) + first * n * n * S::parts;
+  const R metric = load<S>(M, n, filled, 1, lower);
   R *diagonal = work;
   for (int i = 0; i < n; ++i) diagonal[i] = real_part(S::entry(lower + i * stride, i));
   for (int i = 0; i < stride; ++i) inverse[i] = none;
@@ -222,9 +219,9 @@ inline typename S::Number orient(const Forward &p, typename S::Number length, ty
   }
 }
 
-// Whether a number, rounded to F, is finite.
-template <class F, class R> inline MaskOf<R> fits(R x) {
-  constexpr double most = sizeof(F) == 4 ? 3.4028235e38 : 1.7976931348623157e308;
+// Whether a number, rounded to the precision of a kind, is finite.
+template <class R> inline MaskOf<R> fits(R x, int kind) {
+  const double most = kind % 2 ? 1.7976931348623157e308 : 3.4028235e38;
   return size_of(x) <= all_of<R>(most);
 }
 
@@ -241,24 +238,24 @@ template <class S> inline typename S::Number frobenius(const typename S::Number 
 // Where the residuals of the eigenpairs of A and M that have been stored are rounding. The factor of M
 // multiplies rounding errors by the condition of M. `a` and `m` hold a matrix each, `y` a vector, and
 // `work` four.
-template <class S, class F>
+template <class S>
 inline MaskOf<typename S::Number> are_accurate(const Forward &p, long first, int filled,
                                                typename S::Number *a, typename S::Number *m,
                                                typename S::Number *y, typename S::Number *work) {
   using R = typename S::Number;
   const int n = p.n, k = p.k, stride = S::stride_of(n);
   const long start = first * n * n * S::parts;
-  const R unit = load<S, F>((const F *)p.A + start, n, filled, 1, a),
-          metric = load<S, F>((const F *)p.M + start, n, filled, 1, m),
+  const R unit = load<S>(Source(p.A, p.kind) + start, n, filled, 1, a),
+          metric = load<S>(Source(p.M, p.kind) + start, n, filled, 1, m),
           size = frobenius<S>(a, n), mass = frobenius<S>(m, n);
   R *image = work, *dual = work + 2 * stride;
   MaskOf<R> good = size == size;
   for (int i = 0; i < stride; ++i) y[i] = all_of<R>(0);
   for (int j = 0; j < k; ++j) {
     R value;
-    load_row<R, F>((const F *)p.values + first * k + j, k, filled, 1, &value);
+    load_row(Source(p.values, p.kind) + (first * k + j), k, filled, 1, &value);
     const long from = (first * k + j) * n * S::parts;
-    load_entries<S, F>((const F *)p.vectors + from, (long)k * n, filled, n, y);
+    load_entries<S>(Source(p.vectors, p.kind) + from, (long)k * n, filled, n, y);
     value = value / unit * metric;
     S::product(a, n, stride, y, image);
     S::product(m, n, stride, y, dual);
@@ -323,7 +320,7 @@ template <class S> struct PairsMemory {
 
 // Finds the eigenpairs of `filled` matrices: in the lanes of S, or one after the other in `filled`
 // slots, of which a pair has one.
-template <class S, class F>
+template <class S>
 inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using Q = Tridiagonals<S>;
@@ -338,14 +335,14 @@ inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
   MaskOf<R> good[width];
   for (int slot = 0; slot < slots; ++slot) {
     R *a = matrices + (long)slot * stride * n;
-    const F *A = (const F *)p.A + (first + slot) * n * n * S::parts;
+    const Source A = Source(p.A, p.kind) + (first + slot) * n * n * S::parts;
     R unit = all_of<R>(1), *tau = taus + slot * stride;
     good[slot] = unit == unit;
     if (pair) {
-      unit = load<S, F>(A, n, each, p.sign, a);
-      unit = reduce_pair<S, F>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
+      unit = load<S>(A, n, each, p.sign, a);
+      unit = reduce_pair<S>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
     } else {
-      unit = load<S, F, !HAS_RANGE<F>>(A, n, each, p.sign, a);
+      unit = load<S>(A, n, each, p.sign, a, !A.single);
     }
     S::reduce(a, n, stride, d, e, tau, work);
     const R again = normalise(n, d, e, good[slot]);
@@ -377,7 +374,7 @@ inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
         for (int i = 0; i < stride; ++i) x[i] = z[i];
         back<S>(lower, inverse, n, z);
         length = root(square<S>(z, n));
-        good[slot] = both(good[slot], fits<F>(length));
+        good[slot] = both(good[slot], fits(length, p.kind));
       }
       [[maybe_unused]] const R sign = orient<S>(p, length, z, good[slot], pair ? x : nullptr);
       if constexpr (std::is_same_v<S, Medium>)
@@ -390,16 +387,15 @@ inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
         }
       value = choose(size_of(value) < all_of<R>(16 * PIVOT), all_of<R>(0), value);
       value *= units[slot] * all_of<R>(p.sign);
-      if (pair) good[slot] = both(good[slot], fits<F>(value));
-      store_row<R, F>(&value, all_of<R>(1), k, each, 1, (F *)p.values + entry * k + j);
+      if (pair) good[slot] = both(good[slot], fits(value, p.kind));
+      store_row(&value, all_of<R>(1), k, each, 1, Target(p.values, p.kind) + (entry * k + j));
       const long start = (entry * k + j) * n * S::parts, step = (long)k * n;
-      store_entries<S, F>(z, all_of<R>(1), step, each, n, (F *)p.vectors + start);
-      if (p.x) store_entries<S, double>(x, all_of<R>(1), step, each, n, p.x + start);
+      store_entries<S>(z, all_of<R>(1), step, each, n, Target(p.vectors, p.kind) + start);
+      if (p.x) store_entries<S>(x, all_of<R>(1), step, each, n, Target(p.x + start, DOUBLE));
     }
     // Beside the rounding of numbers of single precision, those errors are nothing.
-    if constexpr (sizeof(F) == 8)
-      if (pair)
-        good[slot] = both(good[slot], are_accurate<S, F>(p, first, each, a, lower, z, work));
+    if (pair && p.kind % 2)
+      good[slot] = both(good[slot], are_accurate<S>(p, first, each, a, lower, z, work));
     failed += report<R>(good[slot], entry, each, p.failed);
   }
   return failed;
@@ -514,9 +510,9 @@ inline void couple(int n, int k, const typename S::Number *y, const typename S::
 }
 
 // Stores Σ zyᴴ + yzᴴ. `K` holds a matrix, or two vectors along rows.
-template <class S, class F>
+template <class S>
 inline void store_product(int n, int k, int filled, const typename S::Number *z,
-                          const typename S::Number *y, typename S::Number *K, F *to) {
+                          const typename S::Number *y, typename S::Number *K, Target to) {
   using R = typename S::Number;
   const int stride = S::stride_of(n);
   for (int r = 0; r < n; ++r) {
@@ -528,7 +524,7 @@ inline void store_product(int n, int k, int filled, const typename S::Number *z,
 }
 
 // z ← ½(over·z + g·y), of which the product above with y is the gradient, where g is that of the value.
-template <class S, class F>
+template <class S>
 inline void add_values(const Backward &p, long first, int filled, typename S::Number over,
                        const typename S::Number *y, typename S::Number *z) {
   using R = typename S::Number;
@@ -539,7 +535,7 @@ inline void add_values(const Backward &p, long first, int filled, typename S::Nu
     scale<S>(row, half * over, p.n);
     if (!p.d_values) continue;
     R along;
-    load_row<R, F>((const F *)p.d_values + first * p.k + j, p.k, filled, 1, &along);
+    load_row(Source(p.d_values, p.kind) + (first * p.k + j), p.k, filled, 1, &along);
     S::add(row, from_real<typename S::Entry>(half * along), y + j * stride, p.n);
   }
 }
@@ -548,7 +544,7 @@ inline void add_values(const Backward &p, long first, int filled, typename S::Nu
 // factorisation of λI − S + YᴴDY, in which D makes the matrix as large along y as it is elsewhere.
 // For a gradient, the part of z along the other vectors follows in closed form. A pair is reduced to
 // one matrix S, and its z is that of S, turned back.
-template <class S, class F>
+template <class S>
 inline long solve_complement(const Backward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using X = typename S::Entry;
@@ -564,8 +560,9 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
   X *const inside = memory.inside, *const normal = memory.normal;
   const R one = all_of<R>(1), none = all_of<R>(0);
   const long start = first * n * n * S::parts;
-  const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
-                      : load<S, F, !HAS_RANGE<F>>((const F *)p.A + start, n, filled, p.sign, a);
+  // The squares and the cubes of numbers of single precision are in the range of double precision.
+  const Source matrix = pair ? Source(p.matrix, DOUBLE) : Source(p.A, p.kind);
+  const R unit = load<S>(matrix + start, n, filled, p.sign, a, !matrix.single);
   // Vectors along rows end in zeros, and without v, z is zero.
   if (S::along_rows) {
     for (int i = 0; i < stride; ++i)
@@ -576,10 +573,8 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
   if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);
   for (int j = 0; j < k; ++j) {
     const long from = (first * k + j) * n * S::parts;
-    if (pair)
-      load_entries<S, double>(p.x + from, (long)k * n, filled, n, y + j * stride);
-    else
-      load_entries<S, F>((const F *)p.y + from, (long)k * n, filled, n, y + j * stride);
+    const Source row = pair ? Source(p.x, DOUBLE) : Source(p.y, p.kind);
+    load_entries<S>(row + from, (long)k * n, filled, n, y + j * stride);
   }
   // The rows have been rounded: in double precision they are normalised again.
   for (int j = 0; j < k; ++j) {
@@ -598,7 +593,7 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
     R *row = z + j * stride;
     if (p.shift) {
       // The shift is a rounded eigenvalue of one of the rows of y.
-      load_row<R, F>((const F *)p.shift + first * rows + j, rows, filled, 1, shifts + j);
+      load_row(Source(p.shift, p.kind) + (first * rows + j), rows, filled, 1, shifts + j);
       const R given = all_of<R>(p.sign) * shifts[j] / unit;
       R nearest = values[0];
       for (int i = 1; i < k; ++i)
@@ -608,8 +603,8 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
       shifts[j] = values[j];
     }
     if (!p.v) continue;
-    const F *from = (const F *)p.v + (first * rows + j) * n * S::parts;
-    load_entries<S, F>(from, (long)rows * n, filled, n, row);
+    const Source from = Source(p.v, p.kind) + (first * rows + j) * n * S::parts;
+    load_entries<S>(from, (long)rows * n, filled, n, row);
     if (S::parts == 2 && !p.shift) {
       // The phase makes the sum of y real: the gradient counts as one that is orthogonal to iy.
       for (int i = 0; i < stride; ++i) right[i] = y[j * stride + i];
@@ -709,24 +704,24 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
   const R over = p.v ? all_of<R>(p.sign) / unit : one;
   if (p.shift) {
     for (int j = 0; j < rows; ++j)
-      store_entries<S, F>(z + j * stride, over, (long)rows * n, filled, n,
-                          (F *)p.result + (first * rows + j) * n * S::parts);
+      store_entries<S>(z + j * stride, over, (long)rows * n, filled, n,
+                       Target(p.result, p.kind) + (first * rows + j) * n * S::parts);
     return report<R>(good, first, filled, p.failed);
   }
   for (int j = 0; j < k && pair; ++j) {
     back<S>(lower, roots, n, y + j * stride);
     back<S>(lower, roots, n, z + j * stride);
   }
-  add_values<S, F>(p, first, filled, over, y, z);
+  add_values<S>(p, first, filled, over, y, z);
   R *product = S::along_rows ? image : K;
-  if (p.result) store_product<S, F>(n, k, filled, z, y, product, (F *)p.result + start);
+  if (p.result) store_product<S>(n, k, filled, z, y, product, Target(p.result, p.kind) + start);
   if (p.d_metric) {
     for (int j = 0; j < k; ++j) {
       scale<S>(z + j * stride, -values[j] * unit * all_of<R>(p.sign), n);
       for (int i = 0; i < k && p.v; ++i)
         S::add(z + j * stride, normal[i * k + j] * all_of<R>(-0.25), y + i * stride, n);
     }
-    store_product<S, F>(n, k, filled, z, y, product, (F *)p.d_metric + start);
+    store_product<S>(n, k, filled, z, y, product, Target(p.d_metric, p.kind) + start);
   }
   return report<R>(good, first, filled, p.failed);
 }
@@ -769,7 +764,6 @@ inline double size_of(const Reduction &kept) {
 // tridiagonal systems, k for each, are solved in lanes. What the numbers of one lane make necessary is
 // done for that lane alone, so that no matrix depends on another. Entries whose eigenvalue repeats, or
 // whose solution rounding has spoilt, are left out: their bits in the result are set.
-template <class F>
 inline unsigned differentiate_reductions(const Backward &p, long first, int filled, Arena arena) {
   using S = Medium;
   const int n = p.n, k = p.k, stride = S::stride_of(n), systems = p.v ? filled * k : 0;
@@ -791,8 +785,8 @@ inline unsigned differentiate_reductions(const Backward &p, long first, int fill
     double *zs = z + slot * k * stride;
     for (int j = 0; j < k; ++j) {
       const long from = ((first + slot) * k + j) * n;
-      load_row<double, F>((const F *)p.y + from, 0, 1, n, y + (slot * k + j) * stride);
-      if (p.v) load_row<double, F>((const F *)p.v + from, 0, 1, n, zs + j * stride);
+      load_row(Source(p.y, p.kind) + from, 0, 1, n, y + (slot * k + j) * stride);
+      if (p.v) load_row(Source(p.v, p.kind) + from, 0, 1, n, zs + j * stride);
     }
     if (!p.v) continue;
     const Reduction kept = kept_of(slot);
@@ -873,8 +867,8 @@ inline unsigned differentiate_reductions(const Backward &p, long first, int fill
           S::add(zs + j * stride, inside[(slot * k + i) * k + j], kept.row(i), n);
       kept.turn_back(zs, k);
     }
-    add_values<S, F>(p, first + slot, 1, p.v ? p.sign / kept.unit() : 1, ys, zs);
-    store_product<S, F>(n, k, 1, zs, ys, image, (F *)p.result + (first + slot) * n * n);
+    add_values<S>(p, first + slot, 1, p.v ? p.sign / kept.unit() : 1, ys, zs);
+    store_product<S>(n, k, 1, zs, ys, image, Target(p.result, p.kind) + (first + slot) * n * n);
     if (p.failed) p.failed[first + slot] = false;
   }
   return left_out;

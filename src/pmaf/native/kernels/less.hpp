@@ -111,7 +111,10 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled, Are
   R largest = none;
   for (int i = 0; i < p; ++i) largest = larger(largest, G[i * stride + i]);
   const R unit = power_of_two(largest), over = one / unit;
-  for (int i = 0; i < p * stride; ++i) G[i] *= over;
+  if constexpr (S::along_rows)
+    for (int i = 0; i < p * stride / WIDTH; ++i) at(G)[i] *= spread(over);
+  else
+    for (int i = 0; i < p * stride; ++i) G[i] *= over;
   if (tall)
     A.add_transposed(b, c);
   else
@@ -571,8 +574,15 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
     float *to = problem.dA + from * m * n;
     for (int i = 0; i < m; ++i) r[i] = -r[i], image[i] = -image[i];
     if constexpr (Kind<R>::lanes == 1) {
-      for (int i = 0; i < m; ++i)
-        for (int j = 0; j < n; ++j) to[(long)i * n + j] = (float)(r[i] * z[j] + image[i] * u[j]);
+      for (int i = 0; i < m; ++i) {
+        float *row = to + (long)i * n;
+        const Lanes left = all_of<Lanes>(r[i]), other = all_of<Lanes>(image[i]);
+        int j = 0;
+        for (; j + WIDTH <= n; j += WIDTH)
+          store_vector(left * *(const Unaligned *)(z + j) + other * *(const Unaligned *)(u + j),
+                       row + j);
+        for (; j < n; ++j) row[j] = (float)(r[i] * z[j] + image[i] * u[j]);
+      }
     } else {
       // The copy of A is not needed any more.
       for (int i = 0; i < m; ++i) {

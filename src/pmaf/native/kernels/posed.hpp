@@ -6,6 +6,7 @@
 #pragma once
 
 #include "basis.hpp"
+#include "numbers.hpp"
 
 namespace pmaf {
 namespace {
@@ -34,9 +35,10 @@ inline double largest(const double *x, long n) {
 // The exponent of the power of two below a size; zero for zero.
 inline double exponent_of(double size) { return size > 0 ? std::ilogb(size) : 0; }
 
-template <class F> inline void load(const void *from, long first, long n, double *to) {
-  const F *x = (const F *)from + first;
-  for (long i = 0; i < n; ++i) to[i] = x[i];
+inline void load(Source x, long n, double *to) {
+  x.visit([&](const auto *from) {
+    for (long i = 0; i < n; ++i) to[i] = from[i];
+  });
 }
 
 // Which constraint there is, besides a radius.
@@ -98,12 +100,12 @@ constexpr double SPAN = 1.25 * 52;
 
 // Reads problem i, and returns whether there is one: numbers that are finite, a metric that is definite,
 // a radius that is positive, weights of which none is negative.
-template <class F> inline bool read(const PosedForward &q, long i, const Sizes &s, const Kept &kept) {
+inline bool read(const PosedForward &q, long i, const Sizes &s, const Kept &kept) {
   const int m = s.m, n = s.n;
   if (s.parts == 1) {
-    load<F>(q.A, i * m * n, (long)m * n, kept.A);
+    load(Source(q.A, q.kind) + i * m * n, (long)m * n, kept.A);
   } else {
-    const F *from = (const F *)q.A + i * (m / 2) * n;
+    const Source from = Source(q.A, q.kind) + i * (m / 2) * n;
     for (int r = 0; r < m / 2; ++r)
       for (int c = 0; c < n / 2; ++c) {
         const double re = from[(long)r * n + 2 * c], im = from[(long)r * n + 2 * c + 1];
@@ -111,21 +113,21 @@ template <class F> inline bool read(const PosedForward &q, long i, const Sizes &
         block[0] = re, block[1] = -im, block[n] = im, block[n + 1] = re;
       }
   }
-  load<F>(q.b, i * m, m, kept.b);
+  load(Source(q.b, q.kind) + i * m, m, kept.b);
   if (!basis::are_finite(kept.A, (long)m * n) || !basis::are_finite(kept.b, m)) return false;
   if (s.metric == DIAGONAL) {
-    const F *from = (const F *)q.metric + i * n;
+    const Source from = Source(q.metric, q.kind) + i * n;
     for (int j = 0; j < n; ++j) {
       const double d = from[s.parts == 1 ? j : j / 2 * 2];  // of complex numbers, the real part
       if (!(d > 0) || !std::isfinite(d)) return false;
       kept.factor[j] = std::sqrt(d);
     }
   } else if (s.metric == ELLIPSOID) {
-    const F *from = (const F *)q.metric + i * n * (n / s.parts) ;
+    const Source from = Source(q.metric, q.kind) + i * n * (n / s.parts);
     const auto entry = [&](int r, int c) -> double {
       if (s.parts == 1) return from[(long)r * n + c];
-      const F *x = from + (long)(r / 2) * n + c / 2 * 2;
-      return r % 2 == c % 2 ? x[0] : r % 2 ? x[1] : -(double)x[1];
+      const Source x = from + ((long)(r / 2) * n + c / 2 * 2);
+      return r % 2 == c % 2 ? x[0] : r % 2 ? x[1] : -x[1];
     };
     for (int r = 0; r < n; ++r)
       for (int c = 0; c <= r; ++c) {
@@ -143,7 +145,7 @@ template <class F> inline bool read(const PosedForward &q, long i, const Sizes &
   }
   for (int r = 0; r < m; ++r) kept.forth(kept.A + (long)r * n, s);
   double radius = q.length;
-  if (q.radius) load<F>(q.radius, i, 1, &radius);
+  if (q.radius) radius = Source(q.radius, q.kind)[i];
   if (!(radius > 0) || !std::isfinite(radius)) return false;
   kept.radius = radius;
   const double power = exponent_of(radius);
@@ -158,7 +160,7 @@ template <class F> inline bool read(const PosedForward &q, long i, const Sizes &
   Power(kept.b_power).scale(kept.b, m);
   kept.weights_power = 0;
   if (s.weighted) {
-    const F *from = (const F *)q.weights + i * (m / s.parts);
+    const Source from = Source(q.weights, q.kind) + i * (m / s.parts);
     for (int r = 0; r < m; ++r) {
       kept.weights[r] = from[r / s.parts];
       if (!(kept.weights[r] >= 0) || !std::isfinite(kept.weights[r])) return false;
@@ -201,7 +203,7 @@ inline void write_square(const Matrix &A, double *to) {
   }
 }
 
-template <class F> inline long solve(const PosedForward &q, int threads) {
+inline long solve(const PosedForward &q, int threads) {
   const Sizes s(q);
   const int m = s.m, n = s.n, p = s.p;
   const bool sphere = !q.ball && !s.weighted && s.metric == SPHERE && !q.radius;
@@ -215,7 +217,7 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
     for (long i = first; i < last; ++i) {
       const Kept kept(q.kept + i * Kept::numbers(s), s);
       double *square = q.square ? q.square + i * p * p : nullptr;
-      bool good = q.values || read<F>(q, i, s, kept);
+      bool good = q.values || read(q, i, s, kept);
       if (good) scaled.take(kept, s);
       if (square && good) write_square(scaled.A, square);
       else if (square) std::fill(square, square + (long)p * p, 0.0);
@@ -231,7 +233,8 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
         good = found.converged;
         std::copy(kept.y, kept.y + n, u.begin());
         kept.back(u.data(), s);
-        for (int j = 0; j < n; ++j) ((F *)q.u)[i * n + j] = (F)(kept.radius * u[j]);
+        const Target to = Target(q.u, q.kind) + i * n;
+        for (int j = 0; j < n; ++j) to.set(j, kept.radius * u[j]);
       }
       q.failed[i] = !good;
       failed += !good;
@@ -240,7 +243,7 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
   });
 }
 
-template <class F> inline long differentiate(const PosedBackward &q, int threads) {
+inline long differentiate(const PosedBackward &q, int threads) {
   const Sizes s(q);
   const int m = s.m, n = s.n, parts = s.parts;
   return basis::in_pieces(q.batch, basis::cost_of(m, n), threads, [&](long first, long last) {
@@ -248,23 +251,23 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
     Vector v(n), y(n), whole((long)std::max(m, n) * n);
     // Half of a complex gradient is in each row of a block, and in each column.
     const auto store = [&](int rows, int columns, void *at, long i) {
-      F *to = (F *)at + i * rows * columns / parts;
+      const Target to = Target(at, q.kind) + i * rows * columns / parts;
       if (parts == 1) {
-        for (long k = 0; k < (long)rows * columns; ++k) to[k] = (F)whole[k];
+        for (long k = 0; k < (long)rows * columns; ++k) to.set(k, whole[k]);
         return;
       }
       for (int r = 0; r < rows; r += 2)
         for (int c = 0; c < columns; c += 2) {
           const double *block = whole.data() + (long)r * columns + c;
-          F *entry = to + (long)(r / 2) * columns + c;
-          entry[0] = (F)(block[0] + block[columns + 1]);
-          entry[1] = (F)(block[columns] - block[1]);
+          const Target entry = to + ((long)(r / 2) * columns + c);
+          entry.set(0, block[0] + block[columns + 1]);
+          entry.set(1, block[columns] - block[1]);
         }
     };
     long failed = 0;
     for (long i = first; i < last; ++i) {
       const Kept kept(q.kept + i * Kept::numbers(s), s);
-      load<F>(q.v, i * n, n, v.data());
+      load(Source(q.v, q.kind) + i * n, n, v.data());
       kept.forth(v.data(), s);
       basis::scale(v.data(), kept.radius, n);
       const basis::Spectrum spectrum{{kept.rows, s.p, n}, kept.spread};
@@ -288,25 +291,26 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
       }
       if (q.db) {
         const Power power(kept.b_power);
-        for (int r = 0; r < m; ++r) ((F *)q.db)[i * m + r] = (F)(power(found.db[r]) / kept.mantissa);
+        const Target to = Target(q.db, q.kind) + i * m;
+        for (int r = 0; r < m; ++r) to.set(r, power(found.db[r]) / kept.mantissa);
       }
       if (q.d_weights) {
         const Power power(kept.weights_power);
         for (int r = 0; r < m / parts; ++r) {
           double sum = 0;
           for (int k = 0; k < parts; ++k) sum += found.d_weights[r * parts + k];
-          ((F *)q.d_weights)[i * (m / parts) + r] = (F)power(sum);
+          Target(q.d_weights, q.kind).set(i * (m / parts) + r, power(sum));
         }
       }
-      if (q.d_radius) ((F *)q.d_radius)[i] = (F)(found.nu / kept.radius);
+      if (q.d_radius) Target(q.d_radius, q.kind).set(i, found.nu / kept.radius);
       if (q.d_metric) {
         double *pull = found.pull.data();
         kept.back(pull, s);
         if (s.metric == DIAGONAL) {
-          F *to = (F *)q.d_metric + i * n;
+          const Target to = Target(q.d_metric, q.kind) + i * n;
           for (int j = 0; j < n; j += parts) {
-            to[j] = (F)(pull[j] * y[j]);
-            if (parts == 2) to[j] = (F)(pull[j] * y[j] + pull[j + 1] * y[j + 1]), to[j + 1] = 0;
+            to.set(j, pull[j] * y[j]);
+            if (parts == 2) to.set(j, pull[j] * y[j] + pull[j + 1] * y[j + 1]), to.set(j + 1, 0);
           }
         } else {
           for (int r = 0; r < n; ++r)
@@ -320,12 +324,6 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
   });
 }
 
-inline long forward(const PosedForward &q, int threads) {
-  return q.kind % 2 ? solve<double>(q, threads) : solve<float>(q, threads);
-}
-inline long backward(const PosedBackward &q, int threads) {
-  return q.kind % 2 ? differentiate<double>(q, threads) : differentiate<float>(q, threads);
-}
 inline long numbers(const PosedBackward &q) { return Kept::numbers(Sizes(q)); }
 
 }  // namespace posed
