@@ -242,12 +242,77 @@ double *workspace(long numbers) {
   return memory.start;
 }
 
+namespace {
+
+// The types of members as Python's module `struct` names them.
+template <class T> constexpr char CODE = 0;
+template <class T> constexpr char CODE<T *> = 'P';
+template <> constexpr char CODE<long> = 'l';
+template <> constexpr char CODE<int> = 'i';
+template <> constexpr char CODE<double> = 'd';
+
+// A line with the name of a function, the type and the place of every member of its structure, and the
+// size of the structure.
+template <class P, class... T> std::string line_of(const char *name, T P::*... members) {
+  static_assert((... && (CODE<T> != 0)));
+  const P p{};
+  std::string line = name;
+  const auto describe = [&](char code, const void *member) {
+    line += ' ' + (code + std::to_string((const char *)member - (const char *)&p));
+  };
+  (describe(CODE<T>, &(p.*members)), ...);
+  return line + ' ' + std::to_string(sizeof(P)) + '\n';
+}
+
+std::string all_lines() {
+  using F = Forward;
+  using B = Backward;
+  using L = LeastSquares;
+  using M = LeastSquaresBackward;
+  using U = UnitForward;
+  using V = UnitBackward;
+  using P = PosedForward;
+  using Q = PosedBackward;
+  return line_of("pmaf_forward", &F::A, &F::M, &F::values, &F::vectors, &F::matrix, &F::factor, &F::x,
+                 &F::reduction, &F::failed, &F::threads, &F::batch, &F::n, &F::k, &F::kind, &F::sign,
+                 &F::second, &F::tolerance, &F::definite, &F::refined) +
+         line_of("pmaf_backward", &B::A, &B::y, &B::matrix, &B::factor, &B::x, &B::reduction, &B::v,
+                 &B::shift, &B::d_values, &B::result, &B::d_metric, &B::failed, &B::threads, &B::batch,
+                 &B::n, &B::k, &B::rows, &B::kind, &B::sign, &B::equal) +
+         line_of("pmaf_less_forward", &L::A, &L::b, &L::u, &L::multiplier, &L::gap, &L::kept,
+                 &L::failed, &L::threads, &L::batch, &L::m, &L::n, &L::second) +
+         line_of("pmaf_less_backward", &M::A, &M::b, &M::u, &M::v, &M::multiplier, &M::kept, &M::dA,
+                 &M::db, &M::failed, &M::threads, &M::batch, &M::m, &M::n) +
+         line_of("pmaf_unit_forward", &U::A, &U::b, &U::start, &U::values, &U::vectors, &U::u,
+                 &U::multiplier, &U::residual, &U::gap, &U::rows, &U::spread, &U::steps, &U::converged,
+                 &U::failed, &U::threads, &U::batch, &U::m, &U::n, &U::shared, &U::ball, &U::rooted,
+                 &U::limit, &U::refinements, &U::eps) +
+         line_of("pmaf_unit_backward", &V::A, &V::b, &V::weights, &V::rows, &V::spread, &V::y,
+                 &V::multiplier, &V::gap, &V::v, &V::d_multiplier, &V::dA, &V::d_metric, &V::db,
+                 &V::d_weights, &V::d_radius, &V::failed, &V::threads, &V::batch, &V::m, &V::n,
+                 &V::shared, &V::ball, &V::diagonal) +
+         line_of("pmaf_posed_forward", &P::A, &P::b, &P::weights, &P::radius, &P::metric, &P::kept,
+                 &P::square, &P::values, &P::vectors, &P::u, &P::failed, &P::threads, &P::batch, &P::m,
+                 &P::n, &P::kind, &P::weighted, &P::metric_form, &P::ball, &P::limit, &P::refinements,
+                 &P::length, &P::eps) +
+         line_of("pmaf_posed_backward", &Q::kept, &Q::v, &Q::dA, &Q::db, &Q::d_weights, &Q::d_radius,
+                 &Q::d_metric, &Q::failed, &Q::threads, &Q::batch, &Q::m, &Q::n, &Q::kind,
+                 &Q::weighted, &Q::metric_form, &Q::ball);
+}
+
+}  // namespace
 }  // namespace pmaf
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below, and of the structures that they are given.
 EXPORT int pmaf_version() { return 10; }
+
+// The structures below as lines of text. Python compares them with what it packs.
+EXPORT const char *pmaf_structures() {
+  static const std::string lines = pmaf::all_lines();
+  return lines.c_str();
+}
 
 // The instruction sets that this build holds, the best first, with commas.
 EXPORT const char *pmaf_sets() {
