@@ -13,20 +13,38 @@
 namespace pmaf {
 namespace {
 
-class Arena {
- public:
-  explicit Arena(double *start = nullptr) : start(start) {}
+// Bytes to which a piece is rounded up, and what is left free behind it.
+struct Aligned {
+  static constexpr long STEP = 64;  // bytes of the longest vector
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr long GUARD = STEP;
+#else
+  static constexpr long GUARD = 0;
+#endif
+};
+// Pieces next to each other, for memory of tensors, which is kept.
+struct Packed {
+  static constexpr long STEP = sizeof(double), GUARD = 0;
+};
 
-  // Memory for so many numbers, or vectors of numbers; each piece is aligned for every vector.
+template <class Spacing> class Pieces {
+ public:
+  explicit Pieces(double *start = nullptr) : start(start) {}
+
+  // Memory for so many numbers, or vectors of numbers.
   template <class T> T *take(long many) {
-    const long bytes = many * (long)sizeof(T), rounded = (bytes + ALIGNED - 1) / ALIGNED * ALIGNED;
-    char *piece = (char *)start + used;
+    constexpr long STEP = Spacing::STEP, GUARD = Spacing::GUARD;
+    const long bytes = many * (long)sizeof(T), rounded = (bytes + STEP - 1) / STEP * STEP;
+    const long before = used;
     used += rounded + GUARD;
     if (!start) return nullptr;
+    char *piece = (char *)start + before;
 #if defined(__SANITIZE_ADDRESS__)
     // What is behind a piece belongs to nobody.
-    __asan_unpoison_memory_region(piece, (size_t)bytes);
-    __asan_poison_memory_region(piece + bytes, (size_t)(rounded + GUARD - bytes));
+    if (GUARD) {
+      __asan_unpoison_memory_region(piece, (size_t)bytes);
+      __asan_poison_memory_region(piece + bytes, (size_t)(rounded + GUARD - bytes));
+    }
 #endif
     return (T *)piece;
   }
@@ -34,21 +52,15 @@ class Arena {
   long numbers() const { return used / (long)sizeof(double); }
 
  private:
-  static constexpr long ALIGNED = 64;  // bytes of the longest vector
-#if defined(__SANITIZE_ADDRESS__)
-  static constexpr long GUARD = ALIGNED;
-#else
-  static constexpr long GUARD = 0;
-#endif
-
   double *start;
   long used = 0;  // bytes
 };
+using Arena = Pieces<Aligned>;
 
 // How many numbers a structure takes whose constructor is given an arena and these.
-template <class Pieces, class... Sizes> inline long numbers_of(Sizes... sizes) {
+template <class Memory, class... Sizes> inline long numbers_of(Sizes... sizes) {
   Arena arena;
-  const Pieces pieces(arena, sizes...);
+  const Memory memory(arena, sizes...);
   return arena.numbers();
 }
 

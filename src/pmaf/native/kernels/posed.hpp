@@ -5,6 +5,7 @@
 // A complex problem is a real one of twice the size: an entry a + ib is a block [[a, −b], [b, a]].
 #pragma once
 
+#include "arena.hpp"
 #include "basis.hpp"
 #include "numbers.hpp"
 
@@ -58,23 +59,34 @@ struct Sizes {
 
 // What a forward pass keeps of one problem, all in its units and coordinates.
 struct Kept {
+  struct Scalars {
+    double multiplier, gap;
+    double radius, mantissa;
+    double A_power, b_power, weights_power;  // what the tensors were divided by
+  };
   double *A, *b, *weights, *factor, *rows, *spread, *y;
-  // The radius, and what the tensors were divided by.
-  double &multiplier, &gap, &radius, &mantissa, &A_power, &b_power, &weights_power;
+  Scalars *own;
 
-  static constexpr int SCALARS = 7;
+  Kept(Pieces<Packed> &pieces, const Sizes &s) {
+    A = pieces.take<double>((long)s.m * s.n);
+    b = pieces.take<double>(s.m);
+    weights = pieces.take<double>(s.weighted ? s.m : 0);
+    factor = pieces.take<double>(s.metric == SPHERE ? 0 : s.metric == DIAGONAL ? s.n : (long)s.n * s.n);
+    rows = pieces.take<double>((long)s.p * s.n);
+    spread = pieces.take<double>(s.p);
+    y = pieces.take<double>(s.n);
+    own = pieces.take<Scalars>(1);
+  }
   static long numbers(const Sizes &s) {
-    return (long)s.m * s.n + s.m + (s.weighted ? s.m : 0) + factor_numbers(s) +
-           (long)s.p * s.n + s.p + s.n + SCALARS;
+    Pieces<Packed> pieces;
+    const Kept kept(pieces, s);
+    return pieces.numbers();
   }
-  static long factor_numbers(const Sizes &s) {
-    return s.metric == SPHERE ? 0 : s.metric == DIAGONAL ? s.n : (long)s.n * s.n;
+  // What was kept of problem i.
+  static Kept of(double *all, long i, const Sizes &s) {
+    Pieces<Packed> pieces(all + i * numbers(s));
+    return {pieces, s};
   }
-  Kept(double *at, const Sizes &s)
-      : A(at), b(A + (long)s.m * s.n), weights(b + s.m), factor(weights + (s.weighted ? s.m : 0)),
-        rows(factor + factor_numbers(s)), spread(rows + (long)s.p * s.n), y(spread + s.p),
-        multiplier(y[s.n]), gap(y[s.n + 1]), radius(y[s.n + 2]), mantissa(y[s.n + 3]),
-        A_power(y[s.n + 4]), b_power(y[s.n + 5]), weights_power(y[s.n + 6]) {}
 
   // x ← L⁻¹x
   void forth(double *x, const Sizes &s) const {
@@ -147,26 +159,26 @@ inline bool read(const PosedForward &q, long i, const Sizes &s, const Kept &kept
   double radius = q.length;
   if (q.radius) radius = Source(q.radius, q.kind)[i];
   if (!(radius > 0) || !std::isfinite(radius)) return false;
-  kept.radius = radius;
+  kept.own->radius = radius;
   const double power = exponent_of(radius);
-  kept.mantissa = Power(-power)(radius);
+  kept.own->mantissa = Power(-power)(radius);
   // If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional to it.
   const double unit = exponent_of(largest(kept.A, (long)m * n)), most = largest(kept.b, m);
   const double excess = most > 0 ? std::max(exponent_of(most) - power - unit - SPAN, 0.0) : 0;
-  kept.A_power = -unit;
-  kept.b_power = -(unit + excess + power);
-  Power(kept.A_power).scale(kept.A, (long)m * n);
-  for (int r = 0; r < m; ++r) kept.b[r] /= kept.mantissa;
-  Power(kept.b_power).scale(kept.b, m);
-  kept.weights_power = 0;
+  kept.own->A_power = -unit;
+  kept.own->b_power = -(unit + excess + power);
+  Power(kept.own->A_power).scale(kept.A, (long)m * n);
+  for (int r = 0; r < m; ++r) kept.b[r] /= kept.own->mantissa;
+  Power(kept.own->b_power).scale(kept.b, m);
+  kept.own->weights_power = 0;
   if (s.weighted) {
     const Source from = Source(q.weights, q.kind) + i * (m / s.parts);
     for (int r = 0; r < m; ++r) {
       kept.weights[r] = from[r / s.parts];
       if (!(kept.weights[r] >= 0) || !std::isfinite(kept.weights[r])) return false;
     }
-    kept.weights_power = -exponent_of(largest(kept.weights, m));
-    Power(kept.weights_power).scale(kept.weights, m);
+    kept.own->weights_power = -exponent_of(largest(kept.weights, m));
+    Power(kept.own->weights_power).scale(kept.weights, m);
   }
   return basis::are_finite(kept.A, (long)m * n) && basis::are_finite(kept.b, m);
 }
@@ -215,7 +227,7 @@ inline long solve(const PosedForward &q, int threads) {
     const basis::Options options{q.ball != 0, sphere, q.eps, q.limit, q.refinements};
     long failed = 0;
     for (long i = first; i < last; ++i) {
-      const Kept kept(q.kept + i * Kept::numbers(s), s);
+      const Kept kept = Kept::of(q.kept, i, s);
       double *square = q.square ? q.square + i * p * p : nullptr;
       bool good = q.values || read(q, i, s, kept);
       if (good) scaled.take(kept, s);
@@ -229,12 +241,12 @@ inline long solve(const PosedForward &q, int threads) {
         const basis::Spectrum spectrum{{kept.rows, p, n}, kept.spread, floor};
         const basis::Found found =
             solver.solve(scaled.A, scaled.b, spectrum, c.data(), nullptr, options, kept.y);
-        kept.multiplier = found.multiplier, kept.gap = found.gap;
+        kept.own->multiplier = found.multiplier, kept.own->gap = found.gap;
         good = found.converged;
         std::copy(kept.y, kept.y + n, u.begin());
         kept.back(u.data(), s);
         const Target to = Target(q.u, q.kind) + i * n;
-        for (int j = 0; j < n; ++j) to.set(j, kept.radius * u[j]);
+        for (int j = 0; j < n; ++j) to.set(j, kept.own->radius * u[j]);
       }
       q.failed[i] = !good;
       failed += !good;
@@ -266,13 +278,13 @@ inline long differentiate(const PosedBackward &q, int threads) {
     };
     long failed = 0;
     for (long i = first; i < last; ++i) {
-      const Kept kept(q.kept + i * Kept::numbers(s), s);
+      const Kept kept = Kept::of(q.kept, i, s);
       load(Source(q.v, q.kind) + i * n, n, v.data());
       kept.forth(v.data(), s);
-      basis::scale(v.data(), kept.radius, n);
+      basis::scale(v.data(), kept.own->radius, n);
       const basis::Spectrum spectrum{{kept.rows, s.p, n}, kept.spread};
       found.find({kept.A, m, n}, kept.b, s.weighted ? kept.weights : nullptr, spectrum, kept.y,
-                 kept.multiplier, kept.gap, q.ball != 0, v.data(), 0);
+                 kept.own->multiplier, kept.own->gap, q.ball != 0, v.data(), 0);
       q.failed[i] = !basis::are_finite(found.terms[0].right.data(), n);
       failed += q.failed[i];
       // The coordinates are fixed, so that gradients change them by one product with L⁻¹ on each side.
@@ -280,7 +292,7 @@ inline long differentiate(const PosedBackward &q, int threads) {
       kept.back(y.data(), s);
       for (int t = 0; t < found.count; ++t) kept.back(found.terms[t].right.data(), s);
       if (q.dA) {
-        const Power power(kept.A_power);
+        const Power power(kept.own->A_power);
         std::fill(whole.begin(), whole.end(), 0.0);
         for (int r = 0; r < m; ++r)
           for (int t = 0; t < found.count; ++t)
@@ -290,19 +302,19 @@ inline long differentiate(const PosedBackward &q, int threads) {
         store(m, n, q.dA, i);
       }
       if (q.db) {
-        const Power power(kept.b_power);
+        const Power power(kept.own->b_power);
         const Target to = Target(q.db, q.kind) + i * m;
-        for (int r = 0; r < m; ++r) to.set(r, power(found.db[r]) / kept.mantissa);
+        for (int r = 0; r < m; ++r) to.set(r, power(found.db[r]) / kept.own->mantissa);
       }
       if (q.d_weights) {
-        const Power power(kept.weights_power);
+        const Power power(kept.own->weights_power);
         for (int r = 0; r < m / parts; ++r) {
           double sum = 0;
           for (int k = 0; k < parts; ++k) sum += found.d_weights[r * parts + k];
           Target(q.d_weights, q.kind).set(i * (m / parts) + r, power(sum));
         }
       }
-      if (q.d_radius) Target(q.d_radius, q.kind).set(i, found.nu / kept.radius);
+      if (q.d_radius) Target(q.d_radius, q.kind).set(i, found.nu / kept.own->radius);
       if (q.d_metric) {
         double *pull = found.pull.data();
         kept.back(pull, s);

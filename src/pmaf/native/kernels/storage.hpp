@@ -163,15 +163,15 @@ using Medium = Rows<double>;
 typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
 // WIDTH numbers next to each other.
-template <class F> struct Packed { using Type = Unaligned; };
-template <> struct Packed<float> { using Type = Halves; };
+template <class F> struct Vectorised { using Type = Unaligned; };
+template <> struct Vectorised<float> { using Type = Halves; };
 
 // WIDTH numbers from x on, in double precision, and back. GCC 12 converts vectors of AVX by halves.
 template <class F> inline Lanes load_vector(const F *x) {
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
   if constexpr (sizeof(F) == 4) return (Lanes)_mm256_cvtps_pd((__m128) * (const Halves *)x);
 #endif
-  return __builtin_convertvector(*(const typename Packed<F>::Type *)x, Lanes);
+  return __builtin_convertvector(*(const typename Vectorised<F>::Type *)x, Lanes);
 }
 template <class F> inline void store_vector(Lanes x, F *to) {
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
@@ -180,7 +180,7 @@ template <class F> inline void store_vector(Lanes x, F *to) {
     return;
   }
 #endif
-  *(typename Packed<F>::Type *)to = __builtin_convertvector(x, typename Packed<F>::Type);
+  *(typename Vectorised<F>::Type *)to = __builtin_convertvector(x, typename Vectorised<F>::Type);
 }
 
 // Calls body(i) for pieces of WIDTH that cover n numbers. The last may overlap with the one before.
