@@ -855,6 +855,20 @@ PAIRS = [
         "test_saved.py::test_the_gate_of_the_kernels",
     ),
     Bug(
+        "kernels: a library that reads other structures is called",
+        "native/__init__.py",
+        'zip_longest(theirs, ours, fillvalue="other") if a != b]',
+        'zip_longest(theirs, ours, fillvalue="other") if not a]',
+        "test_native_build.py::TestStructures",
+    ),
+    Bug(
+        "kernels: a set that the build does not hold is said to be missing in the processor",
+        "native/__init__.py",
+        '    if setting in sets.split(", "):\n',
+        "    if True:\n",
+        "test_native_build.py::test_a_build_of_one_set_says_what_it_holds",
+    ),
+    Bug(
         "kernels: memory is read beyond its end",
         "native/__init__.py",
         "x.dtype is dtype\n        and x.numel() == numbers",
