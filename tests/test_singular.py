@@ -107,23 +107,47 @@ def test_triplets_are_those_of_svd(shape, largest, dtype):
 def test_which_way_is_taken(caplog):
     caplog.set_level(logging.DEBUG, logger="pmaf")
     A = randn(3, 8, 9)
+    kernels = native.available
+    gram = "singular: reduction" if kernels else "singular: gram"
+    double = "less: decomposition, compiled" if kernels else "singular: svd"
+    weighted = double if kernels else gram
+    large = randn(1, 30, 40)
     cases = [
-        (A, None, "singular: svd"),
-        (A.float(), None, "less: reduction" if native.available else "singular: gram"),
-        (A.float()[:, :7], None, "singular: reduction" if native.available else "singular: gram"),
-        (A.float(), 4, "singular: gram"),
-        (A.bfloat16(), 4, "singular: gram"),
+        (A, None, None, double),
+        (A, 2, None, "singular: svd"),
+        (A, None, A[..., 0].abs(), double),
+        (A.float(), None, None, "less: reduction" if kernels else gram),
+        (A.float(), None, A[..., 0].abs().float(), weighted),
+        (A.float().repeat(6, 1, 1), None, A[..., 0].abs().float().repeat(6, 1), gram),
+        (A.float()[:, :7], None, None, gram),
+        (A.float(), 4, None, gram),
+        (A.bfloat16(), 4, None, gram),
+        (large.float(), 2, None, gram),
+        (large.float(), 20, None, "singular: gram"),
+    ]
+    for x, k, weights, way in cases:
+        caplog.clear()
+        pmaf.nullspace(x, k, weights=weights)
+        assert ways(caplog) == [way]
+
+
+def test_which_way_is_differentiated(caplog):
+    caplog.set_level(logging.DEBUG, logger="pmaf")
+    A, large = randn(3, 8, 9), randn(1, 40, 30)
+    gram = ["singular: reduction"] if native.available else ["singular: svd"]
+    further = [*gram, "tangent: compiled"] if native.available else gram
+    cases = [
+        (A, None, ["singular: svd"]),
+        (A, 2, ["singular: svd"]),
+        (A.float(), None, gram),
+        (A.float(), 4, gram),
+        (large.float(), None, further),
     ]
     for x, k, way in cases:
         caplog.clear()
-        pmaf.nullspace(x, k)
-        assert ways(caplog) == [way]
-    for x, k, way in (cases[0], (A.float(), *cases[2][1:])):
-        caplog.clear()
         x = x.clone().requires_grad_()
         pmaf.isvd(x, k).left.sum().backward()
-        compiled = "reduction" in way
-        assert ways(caplog) == ([way, "tangent: compiled"] if compiled else ["singular: svd"])
+        assert ways(caplog) == way
 
 
 def test_solvers_agree():

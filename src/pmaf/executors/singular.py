@@ -18,90 +18,61 @@ from pmaf.gradients.singular import SingularSystem, pulled
 from pmaf.linalg import sphere
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import square_range
-from pmaf.linalg.singular import accuracy, pair_basis, singular_basis
+from pmaf.linalg.singular import accuracy, pair_basis, singular_basis, weighted_gram
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
-from pmaf.solvers.auto import EXACT_SVD, REDUCED_GRAM
+from pmaf.solvers.auto import EXACT_SVD, REDUCED_GRAM, is_reduced_whole
 from pmaf.tangent.bordered import State
 from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
 
 
-class DecomposedSingularVectors(Executor):
-    """Right singular vectors by a singular value decomposition, which is kept."""
+class SingularVectors(Executor):
+    """Right singular vectors of matrices of float64, with row weights or without.
 
-    compiles, kind = False, SingularBasis
-
-    def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
-        super().__init__(problem, names, "singular: svd")
-        self.columns = problem.k is not None
-        self.range = square_range(torch.float64)
-
-    fails = "units have to be others"
-
-    def account(self, tensors: Tensors) -> Account:
-        return _decomposed(OF_TORCH)
-
-    def solve(self, tensors: Tensors) -> Found | None:
-        given = [tensors[name] for name in self.names]
-        A, *weights = (x.detach() for x in given)
-        if weights and not float(weights[0].amin()) >= 0:
-            return None  # the common path says what is wrong
-        try:
-            rows, spectrum = singular_basis(A, *weights)
-        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            return None
-        least, most = spectrum[..., 0].aminmax()
-        if not (self.range[0] < float(least) and float(most) < self.range[1]):
-            return None  # in other units
-        took(self.way)
-        k = self.problem.k or 1
-        if self.problem.largest:
-            chosen, values = rows[..., :k, :], spectrum[..., :k]
-        else:
-            chosen, values = rows[..., -k:, :].flip(-2), spectrum[..., -k:].flip(-1)
-        signed = chosen * sphere.signs(chosen).unsqueeze(-1)
-        vectors = signed.mT if self.columns else signed.squeeze(-2)
-        values = values.clone() if self.columns else values.squeeze(-1).clone()
-        if not records(*given):
-            return vectors, values
-        return attach_solved(self, (vectors, values), (rows, spectrum), *given)
-
-
-class CompiledSingularVectors(Executor):
-    """Right singular vectors, of numbers that float32 holds in tensors of float64.
-
-    The Gram matrix of such numbers has all their digits in float64. There may be row weights.
+    The Gram matrix of numbers that float32 holds has all their digits in float64, and compiled
+    kernels find its eigenvectors: those of small matrices all, and they are kept, and of others
+    those that are asked for. Everything else is decomposed, and kept.
     """
 
     def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
-        super().__init__(problem, names, "singular: reduction")
-        *batch, _, n = shape
-        k, largest = problem.k, problem.largest
-        self.columns = k is not None
-        self.plan = native.forward_plan(torch.Size((*batch, n, n)), torch.float64, k, largest)
+        way = "singular: reduction" if problem.single else "singular: svd"
+        super().__init__(problem, names, way)
+        self.columns, self.range = problem.k is not None, square_range(torch.float64)
+        self.plan = _plan(problem, shape) if problem.single else None
+        self.whole = self.plan is None or _is_whole(shape)
+        self.kind = SingularBasis if self.whole else Nothing
+        self.system = SingularSystem(problem.largest, problem.single)
 
     def account(self, tensors: Tensors) -> Account:
-        return _reduced("Householder's reduction of the Gram matrix AᵀA in float64", COMPILED)
+        derivative = OF_TORCH if self.whole else COMPILED
+        if self.plan is None:
+            return _decomposed(derivative)
+        return _reduced("Householder's reduction of AᵀA in float64", self.kind, derivative)
 
     def solve(self, tensors: Tensors) -> Found | None:
         given = [tensors[name] for name in self.names]
-        A, *weights = (x.detach() for x in given)
-        left = A if not weights else A * weights[0].unsqueeze(-1)
-        if weights and not float(weights[0].amin()) >= 0:
+        fixed = [x.detach() for x in given]
+        if len(fixed) > 1 and not float(fixed[1].amin()) >= 0:
             return None  # the common path says what is wrong
-        gram = left.mT @ A
-        squares, vectors, failed = native.planned_pairs(gram, self.plan, True, None)
-        if failed is not None:
+        found = _by_kernels(fixed, self.plan) if self.plan else _by_svd(fixed, self.range)
+        if found is None:
             return None
         took(self.way)
-        if not math.isfinite(float(squares.sum())):
-            return None
-        # Squares of zero are rounding, which may be negative.
-        values = squares.clamp_min(0).sqrt()
+        rows, spectrum = found
+        held = found if self.whole else ()
+        if self.whole:
+            k = self.problem.k or 1
+            rows, spectrum = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self)
+        if self.plan is None:
+            rows = rows * sphere.signs(rows).unsqueeze(-1)
+        vectors = rows.mT if self.columns else rows.squeeze(-2)
+        # Not views of what is kept: a user may write into them.
+        vectors = vectors.clone() if self.plan else vectors
+        values = spectrum.clone() if self.columns else spectrum.squeeze(-1).clone()
         if not records(*given):
             return vectors, values
-        return attach_solved(self, (vectors, values), (), *given)
+        return attach_solved(self, (vectors, values), held, *given)
 
     def differentiate(
         self,
@@ -115,12 +86,59 @@ class CompiledSingularVectors(Executor):
     ) -> native.Gradients:
         if d_multiplier is not None or v is None:  # of no call that has a recipe
             none = torch.ones(multiplier.shape[: tensors[0].dim() - 2], dtype=torch.bool)
-            return native.Gradients(tuple(torch.empty_like(x) for x in tensors), none)
+            blank = (torch.empty_like(x) if need else None for x, need in zip(tensors, needs))
+            return native.Gradients(tuple(blank), none)
         if not self.columns:
             y, v, multiplier = y.unsqueeze(-2), v.unsqueeze(-2), multiplier.unsqueeze(-1)
         given = tuple(tensors)
-        z = SingularSystem(self.problem.largest, single=True).compiled(v, y, given, multiplier)
+        z = kept.solve(self.system, v, y, given, State(multiplier, multiplier, kept))
         return native.Gradients(pulled(z, y, given, needs), None)
+
+
+def _is_whole(shape: torch.Size) -> bool:
+    """Whether kernels find all right singular vectors of matrices of this shape."""
+    return is_reduced_whole(shape[-1], shape[:-2].numel())
+
+
+def _plan(problem: Any, shape: torch.Size) -> native.ForwardPlan:
+    """The eigenvectors of Gram matrices that kernels find: all of them, the largest first."""
+    *batch, _, n = shape
+    whole = _is_whole(shape)
+    k, largest = (n, True) if whole else (problem.k or 1, problem.largest)
+    return native.forward_plan(torch.Size((*batch, n, n)), torch.float64, k, largest)
+
+
+def _by_kernels(
+    tensors: Sequence[Tensor], plan: native.ForwardPlan
+) -> tuple[Tensor, Tensor] | None:
+    """Right singular vectors of `√W A` as rows, and their values, by its Gram matrix."""
+    squares, rows, failed = native.planned_pairs(weighted_gram(*tensors), plan, False, None)
+    if failed is not None or not math.isfinite(float(squares.sum())):
+        return None
+    # Squares of zero are rounding, which may be negative.
+    return rows, squares.clamp_min(0).sqrt()
+
+
+def _by_svd(tensors: Sequence[Tensor], limits: tuple[float, float]) -> tuple[Tensor, Tensor] | None:
+    """The same by a decomposition; None where it fails, or units have to be others."""
+    try:
+        found = singular_basis(*tensors)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    return found if _are_within(found[1], limits) else None
+
+
+def _are_within(spectrum: Tensor, limits: tuple[float, float]) -> bool:
+    """Whether the largest singular values, which come first, have squares."""
+    least, most = spectrum[..., 0].aminmax()
+    return limits[0] < float(least) and float(most) < limits[1]
+
+
+def _requested(x: Tensor, k: int, dim: int, executor: Any) -> Tensor:
+    """The k first ones of the requested end, of all that there are."""
+    if executor.problem.largest:
+        return x.narrow(dim, 0, k)
+    return x.narrow(dim, x.shape[dim] - k, k).flip(dim)
 
 
 def _decomposed(derivative: str) -> Account:
@@ -128,9 +146,9 @@ def _decomposed(derivative: str) -> Account:
     return Account("SVD(): singular value decomposition", EXACT_SVD.reason, words, derivative)
 
 
-def _reduced(how: str, derivative: str) -> Account:
+def _reduced(how: str, kept: type[Kept], derivative: str) -> Account:
     words = f"Reduction(): compiled kernels, {how}"
-    return Account(words, REDUCED_GRAM.reason, Nothing.words, derivative)
+    return Account(words, REDUCED_GRAM.reason, kept.words, derivative)
 
 
 class Triplets(Executor):
@@ -143,21 +161,20 @@ class Triplets(Executor):
     def __init__(self, problem: Any, shape: torch.Size, columns: bool) -> None:
         way = "singular: reduction" if problem.single else "singular: svd"
         super().__init__(problem, ("A",), way)
-        self.m, n = shape[-2:]
+        self.m = shape[-2]
         self.columns, self.range = columns, square_range(torch.float64)
-        self.plan = None
-        if problem.single:
-            gram = torch.Size((*shape[:-2], n, n))
-            self.plan = native.forward_plan(gram, torch.float64, problem.k, problem.largest)
+        self.plan = _plan(problem, shape) if problem.single else None
+        self.whole = self.plan is None or _is_whole(shape)
 
     fails = "a singular value is small, or units have to be others"
 
     def account(self, tensors: Tensors) -> Account:
         if self.plan is None:
             return _decomposed(OF_TORCH)
-        several = self.problem.width > 1
+        compiled = not self.whole and self.problem.width == 1
         how = "right vectors from the Gram matrix AᵀA in float64, and left ones from these"
-        return _reduced(how, OF_TORCH if several else COMPILED)
+        kept = SingularBasis if self.whole else Nothing
+        return _reduced(how, kept, COMPILED if compiled else OF_TORCH)
 
     def solve(self, tensors: Tensors) -> Found | None:
         A = tensors["A"]
@@ -176,31 +193,30 @@ class Triplets(Executor):
     def _compiled(self, A: Tensor) -> tuple[Found, tuple[Tensor, ...]] | None:
         """Right vectors, values and left vectors as rows."""
         assert self.plan is not None
-        gram = A.mT @ A
-        _, right, failed = native.planned_pairs(gram, self.plan, False, None)
-        if failed is not None:
+        found = _by_kernels([A], self.plan)
+        if found is None:
             return None
+        right, top = found[0], found[1][..., :1]
+        if self.whole:
+            right = _requested(right, self.problem.k or 1, -2, self).clone()
+        elif not self.problem.largest:
+            top = torch.linalg.matrix_norm(A).unsqueeze(-1)
         images = right @ A.mT
         values = norm(images)
-        size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).sqrt()
         # Of a smaller singular value the image has too few digits for a left vector.
-        if not bool((values > _SMALL * size).all()):
+        if not bool((values > _SMALL * top).all()):
             return None
-        return (right, values, images / values.unsqueeze(-1)), ()
+        return (right, values, images / values.unsqueeze(-1)), found if self.whole else ()
 
     def _decomposed(self, A: Tensor) -> tuple[Found, tuple[Tensor, ...]] | None:
         try:
             rows, spectrum = pair_basis(A)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             return None
-        least, most = spectrum[..., 0].aminmax()
-        if not (self.range[0] < float(least) and float(most) < self.range[1]):
+        if not _are_within(spectrum, self.range):
             return None  # in other units
         k = self.problem.k or 1
-        if self.problem.largest:
-            chosen, values = rows[..., :k, :], spectrum[..., :k].clone()
-        else:
-            chosen, values = rows[..., -k:, :].flip(-2), spectrum[..., -k:].flip(-1)
+        chosen, values = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self).clone()
         # The sign of a triplet is that of its right vector.
         right = chosen[..., self.m :]
         signs = sphere.signs(right).unsqueeze(-1)
@@ -219,38 +235,37 @@ class Triplets(Executor):
             right, left, values = right.unsqueeze(-2), left.unsqueeze(-2), values.unsqueeze(-1)
             g_right, g_left = (None if x is None else x.unsqueeze(-2) for x in (g_right, g_left))
             d_values = None if d_values is None else d_values.unsqueeze(-1)
-        v = None
-        if g_right is not None or g_left is not None:
-            g_right = torch.zeros_like(right) if g_right is None else g_right
-            v = torch.cat([torch.zeros_like(left) if g_left is None else g_left, g_right], -1)
-        if self.plan is not None and right.shape[-2] == 1 and may_compile(v, d_values):
-            dA = self._of_one(tensors[0], right, values, left, g_right, d_values, g_left)
+        any_of_them = g_right if g_right is not None else g_left
+        if may_compile(any_of_them, d_values) and (self.whole or right.shape[-2] == 1):
+            found, incoming = (right, values, left), (g_right, d_values, g_left)
+            dA = self._apart(tensors[0], found, incoming, held if same else None)
             if dA is not None:
                 return (dA,)
-        kept = SingularBasis(*held) if held and same else NOTHING
+        v = None
+        if any_of_them is not None:
+            g_right = torch.zeros_like(right) if g_right is None else g_right
+            v = torch.cat([torch.zeros_like(left) if g_left is None else g_left, g_right], -1)
+        kept = SingularBasis(*held) if self.plan is None and same else NOTHING
         state = State(values, values[..., 0], kept)
         y = torch.cat([left, right], -1)
         with full_precision(y.device):
             return self.problem.gradients(Reverse(tensors, y, state, IMPLICIT, v, d_values, needs))
 
-    def _of_one(
+    def _apart(
         self,
         A: Tensor,
-        right: Tensor,
-        values: Tensor,
-        left: Tensor,
-        g_right: Tensor | None,
-        d_values: Tensor | None,
-        g_left: Tensor | None,
+        found: tuple[Tensor, Tensor, Tensor],
+        incoming: Sequence[Tensor | None],
+        held: Sequence[Tensor] | None,
     ) -> Tensor | None:
-        """The gradient for one triplet, by `u = Av/σ`; None where singular values nearly repeat.
+        """The gradient by `u = Av/σ`; None where singular values nearly repeat, or vanish.
 
         With the part `h` of the gradient of `u` that is orthogonal to `u`, `g = g_v + Aᵀh/σ` and
         `(σ²I − AᵀA)z = g`, it is `(Az + h/σ + ∂L/∂σ u)vᵀ + σu zᵀ`.
         """
+        (right, values, left), (g, d_values, g_left) = found, incoming
         column = values.unsqueeze(-1)
         side = None if d_values is None else d_values.unsqueeze(-1) * left
-        g = g_right
         if g_left is not None:
             h = (g_left - (g_left * left).sum(-1, keepdim=True) * left) / column
             side = h if side is None else side + h
@@ -258,6 +273,29 @@ class Triplets(Executor):
         if g is None:
             assert side is not None
             return side.mT @ right
+        z = self._by_kernels(A, right, values, g) if not self.whole else None
+        if self.whole and held is not None:
+            z = self._in_basis(values, g, *held)
+        if z is None:
+            return None
+        rows = z @ A.mT
+        rows = rows if side is None else rows + side
+        return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2)
+
+    def _in_basis(self, values: Tensor, g: Tensor, rows: Tensor, spectrum: Tensor) -> Tensor | None:
+        """`z` from all triplets."""
+        V = rows[..., -g.shape[-1] :]
+        first, others, top = values.unsqueeze(-1), spectrum.unsqueeze(-2), spectrum[..., :1]
+        difference = first - others
+        same = difference.abs() <= accuracy(g.dtype, self.problem.single) * top.unsqueeze(-1)
+        # Each value is equal to itself, and to no other.
+        if int(same.sum()) != values.numel() or not bool((values > _SMALL * top).all()):
+            return None
+        rise = (difference * (first + others)).masked_fill(same, math.inf)
+        return ((g @ V.mT) / rise) @ V
+
+    def _by_kernels(self, A: Tensor, right: Tensor, values: Tensor, g: Tensor) -> Tensor | None:
+        """`z` for one triplet, by a factorisation of `σ²I − AᵀA`."""
         gram, squares = A.mT @ A, values.square()
         took("tangent: compiled")
         if self.problem.largest:
@@ -268,13 +306,8 @@ class Triplets(Executor):
         # shorter than this.
         size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).sqrt()
         close = accuracy(g.dtype, single=True) * size
-        if failed is not None or not bool(
-            (norm(z) * close * (2 * values + close) <= norm(g)).all()
-        ):
-            return None
-        rows = z @ A.mT
-        rows = rows if side is None else rows + side
-        return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2)
+        short = norm(z) * close * (2 * values + close) <= norm(g)
+        return z if failed is None and bool(short.all()) else None
 
 
 # Of a smaller singular value, relative to the norm, `Av/σ` has too few digits.

@@ -13,7 +13,7 @@ from torch import Tensor
 from pmaf import errors, native
 from pmaf.executors.direct import Direct
 from pmaf.executors.least_squares import CompiledLeastSquares
-from pmaf.executors.singular import CompiledSingularVectors, DecomposedSingularVectors
+from pmaf.executors.singular import SingularVectors as Executor
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.constrained import times
@@ -21,7 +21,8 @@ from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
-from pmaf.layers.least_squares import UNIT, normal_product
+from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
+from pmaf.layers.less import compiled_way_of_least_squares
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
 from pmaf.linalg.roundings import HALF, blame_range, square_range
@@ -38,7 +39,14 @@ from pmaf.runtime import ranks
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
-from pmaf.solvers.auto import SINGULAR, Line, are_reduced_columns, chosen
+from pmaf.solvers.auto import (
+    DECOMPOSED_ALONE,
+    SINGULAR,
+    Line,
+    are_reduced_columns,
+    chosen,
+    is_reduced_whole,
+)
 from pmaf.solvers.base import Course, Eigenvectors, Outcome, SingularVectors
 from pmaf.solvers.reduction import are_few
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -351,28 +359,44 @@ def compiled_way_of_singular_vectors(
 ) -> Recipe | None:
     """The recipe for right singular vectors that compiled kernels find."""
     A, weights, k, reference = posed.matrix, posed.weights, posed.k, posed.reference
-    n, dtype = posed.n, A.dtype
+    dtype = A.dtype
     names = ("A",) if weights is None else ("A", "weights")
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
         return None
     # Only numbers that float32 holds have a Gram matrix that kernels may work on.
     single = dtype in (*HALF, torch.float32)
-    if dtype.is_complex or (single and not is_compiled_shape(k, n)):
+    if dtype.is_complex or (single and not is_compiled_shape(k, A.shape)):
         return None
     ends: list[Reduction] = []
     if reference is not None:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
         ends.append(Sign(k is None, block, unit=True))
-    if single and k is None and weights is None and not posed.largest and is_alone(A.shape):
-        steps: list[Reduction] = of_short(dtype)
-        return Recipe((*steps, *ends, NullVector()), CompiledLeastSquares(UNIT))
-    steps = [Precision(dtype, torch.float64)] if single else []
+    if k is None and not posed.largest and is_alone(A.shape):
+        alone = _way_of_null_vector(posed, ends)
+        if alone is not None:
+            return alone
+    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
     steps += ends
     if posed.flipped:
         steps.append(End(0, True, False))
     problem = posed.bare().changed(single=single)
-    executor = CompiledSingularVectors if single else DecomposedSingularVectors
-    return Recipe(tuple(steps), executor(problem, A.shape, names))
+    return Recipe(tuple(steps), Executor(problem, A.shape, names))
+
+
+def _way_of_null_vector(posed: PrincipalSingularVectors, ends: list[Reduction]) -> Recipe | None:
+    """The recipe for one vector as least squares, where there are kernels for that."""
+    A, weights = posed.matrix, posed.weights
+    short = of_short(A.dtype)
+    dtype = torch.float32 if short else A.dtype
+    if dtype == torch.float32 and weights is None:
+        return Recipe((*short, *ends, NullVector()), CompiledLeastSquares(UNIT))
+    # The kernels for Gram matrices of float32 solve several matrices at a time.
+    if dtype == torch.float32 and A.shape[:-2].numel() > DECOMPOSED_ALONE:
+        return None
+    A, weights = A.to(dtype), None if weights is None else weights.to(dtype)
+    b = A.new_zeros(A.shape[:-1])
+    found = compiled_way_of_least_squares(SphereLeastSquares(A, b, weights=weights), None)
+    return found and found._replace(steps=(*short, *ends, NullVector(), *found.steps))
 
 
 def is_alone(shape: torch.Size) -> bool:
@@ -381,9 +405,11 @@ def is_alone(shape: torch.Size) -> bool:
     return m >= n - 1 and are_reduced_columns(m, n)
 
 
-def is_compiled_shape(k: int | None, n: int) -> bool:
+def is_compiled_shape(k: int | None, shape: torch.Size) -> bool:
     """Whether kernels find k right singular vectors faster than a decomposition."""
-    return native.available and n <= COMPILED_ROWS and are_few(k or 1, n)
+    n, count = shape[-1], shape[:-2].numel()
+    few = n <= COMPILED_ROWS and are_few(k or 1, n)
+    return native.available and (few or is_reduced_whole(n, count))
 
 
 _SVD = SVD()

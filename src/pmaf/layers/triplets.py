@@ -148,7 +148,7 @@ def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> R
     if wide:
         steps.append(Wide())
         shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
-    if single and not is_compiled_shape(k, shape[-1]):
+    if single and not is_compiled_shape(k, shape):
         return None
     problem = posed.bare().changed(k=posed.width, single=single)
     return Recipe(tuple(steps), executors.Triplets(problem, shape, k is not None))

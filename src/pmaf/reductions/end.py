@@ -86,7 +86,7 @@ class Sign(Reduction):
         return f"sign or phase of each vector -> chosen {chosen}"
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
-        vectors, values, *partners = found
+        vectors, *others = found
         rows = vectors.unsqueeze(-2) if self.single else vectors.mT
         reference = reference_rows(given["reference"], self.block, rows.dtype)
         fixed = rows.detach()
@@ -98,7 +98,7 @@ class Sign(Reduction):
         else:
             factor = sphere.signs(unit, reference)
         factor = factor if self.single else factor.unsqueeze(-2)
-        return vectors * factor, values, *(x * factor for x in partners)
+        return vectors * factor, *others[:1], *(x * factor for x in others[1:])
 
 
 def reference_rows(reference: Any, block: bool, dtype: torch.dtype) -> Any:

@@ -49,18 +49,19 @@ class Squares(Reduction):
 class NullVector(Reduction):
     """The right singular vector of the smallest singular value minimises `‖Au‖` on the sphere.
 
-    So it is least squares with `b = 0`, whose multiplier is `−σ²`.
+    So it is least squares with `b = 0`, whose multiplier is `−σ²`, with weights if there are any.
     """
 
     words = "smallest singular vector -> least squares with b = 0"
 
     def apply(self, given: Tensors) -> Tensors:
         A = given["A"]
-        return {**given, "b": A.new_zeros(A.shape[:-1])}
+        return {"radius": None, "M": None, **given, "b": A.new_zeros(A.shape[:-1])}
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
-        u, multiplier = found
-        return u, (-multiplier).clamp_min(0).sqrt().to(u.dtype)
+        # Some executors find the minimiser alone.
+        u, *multiplier = found
+        return u, *((-x).clamp_min(0).sqrt().to(u.dtype) for x in multiplier)
 
 
 def root_of(squares: Tensor, rounding: Tensor) -> Tensor:

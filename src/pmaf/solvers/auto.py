@@ -85,6 +85,9 @@ _REDUCED_COLUMNS = 256
 # The most rows for which compiled kernels find all eigenpairs of one matrix faster than LAPACK, and
 # those of several: `python benchmarks/spectral_whole.py`.
 _WHOLE_ROWS, _WHOLE_ROWS_OF_MANY, _MANY = 12, 32, 4
+# The most matrices of float32 with weights whose null vectors are faster found one by one, around a
+# decomposition, than several at a time from Gram matrices: `pmaf bench calls`, "nullspace weights".
+DECOMPOSED_ALONE = 16
 # A trace has to know in advance whether a solve returns an eigenbasis. Below this many rows it
 # takes a decomposition; above, power steps are faster in `pmaf bench ied-crossover`.
 _TRACED_ROWS = 128
@@ -171,9 +174,13 @@ def are_reduced(k: int, n: int) -> bool:
 def _has_reduced_spectrum(problem: Any) -> bool:
     """Whether compiled kernels find all eigenpairs of a matrix faster than a decomposition."""
     A = problem.A
-    n, count = A.shape[-1], A.shape[:-2].numel()
-    fast = n <= _WHOLE_ROWS or (n <= _WHOLE_ROWS_OF_MANY and count >= _MANY)
-    return fast and native.available and A.dtype in native.EIGENVECTORS
+    whole = is_reduced_whole(A.shape[-1], A.shape[:-2].numel())
+    return whole and native.available and A.dtype in native.EIGENVECTORS
+
+
+def is_reduced_whole(n: int, count: int) -> bool:
+    """The same for so many matrices with n rows, if there are kernels for them."""
+    return n <= _WHOLE_ROWS or (n <= _WHOLE_ROWS_OF_MANY and count >= _MANY)
 
 
 def _is_traced_and_small(problem: Any) -> bool:
