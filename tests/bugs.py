@@ -399,8 +399,8 @@ ATTACH = [
     ),
     Bug(
         "vmap over a start of fewer dimensions",
-        "autograd/attach.py",
-        "missing = rank - (x.dim() - dims - 1)",
+        "runtime/opaque.py",
+        "missing = rank - (x.dim() - own - 1)",
         "missing = 0",
         "test_ied_traps.py::test_mapping_over_a_start",
     ),

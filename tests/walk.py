@@ -138,7 +138,7 @@ MOST: dict[str, int] = {
     "problems": 23,
     "kept": 34,
     "functions": 17,
-    "operators": 3,
+    "operators": 2,
 }
 
 # Searches count their steps, whose number depends on rounding: a share of the budget beyond it.

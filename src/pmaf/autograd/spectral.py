@@ -143,23 +143,12 @@ def outside(vectors: Tensor) -> Tensor:
     The part inside cancels, and what rounding leaves of it would be divided by differences of
     eigenvalues that nearly repeat.
     """
-    found: Any = _Outside.apply(vectors)
-    return found
-
-
-class _Outside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, vectors: Tensor) -> Tensor:
-        save(ctx, vectors)
-        return vectors.view_as(vectors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        ((V,), _), (g,) = restored(ctx), grads
-        with full_precision(V.device):
-            for _ in range(2):  # the second time removes rounding of the first
-                g = g - V @ (V.mH @ g)
-        return g
+    fixed = vectors.detach()
+    with full_precision(vectors.device):
+        rest = vectors - fixed
+        for _ in range(2):  # the second time removes rounding of the first
+            rest = rest - fixed @ (fixed.mH @ rest)
+        return fixed + rest
 
 
 class _Follow(torch.autograd.Function):

@@ -16,6 +16,7 @@ from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.spectral import (
     COARSER,
+    PROBLEM,
     Function,
     find_by_products,
     require_few,
@@ -109,8 +110,13 @@ class SpectralFunction(Problem):
                 f"{type(value).__name__} {got}"
             )
 
-    def solution(self) -> Ended:
-        """The function with a report."""
+    def blank(self) -> tuple[Tensor, Tensor]:
+        value, values = super().blank()
+        # The eigenvalues keep all digits that are computed.
+        return value, values.float() if values.dtype in HALF else values
+
+    def solution(self, report: bool) -> Ended:
+        """The function, with a report if there is to be one."""
         A, k, largest = self.A, self.width, self.largest
         if isinstance(A, Operator):
             F, found = find_by_products(A, scalar_of(self.function), k, largest)
@@ -120,6 +126,10 @@ class SpectralFunction(Problem):
             both: Any = F, order
             return Ended(both, known, found.method, found.backward)
         value = spectral(A, self.function, self.k, largest=largest)
+        if not report:
+            blank = value.detach().new_full(A.shape[:-2], torch.nan, dtype=A.dtype.to_real())
+            count = torch.zeros_like(blank, dtype=torch.int64)
+            return Ended((value,), Report(blank, blank, count, count.bool()), "pmaf.spectral")
         fixed = A.detach()
         fixed = fixed.float() if fixed.dtype in HALF else fixed
         fixed, F = 0.5 * (fixed + fixed.mH), value.detach().to(fixed)
@@ -238,7 +248,7 @@ class FunctionOfSpectrum:
         )
 
     def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
-        return self.problem.changed(A=tensors["A"]).solution()
+        return self.problem.changed(A=tensors["A"]).solution(report)
 
 
 def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: Any) -> Recipe:
@@ -253,6 +263,7 @@ def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: An
 
 
 register(SpectralFunction, _way, lambda problem: ([], problem.bare()))
+PROBLEM.append(SpectralFunction)
 
 
 def _fixed(A: Operator) -> Operator:
