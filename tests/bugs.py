@@ -770,8 +770,8 @@ LESS_RULES = [
     Bug(
         "factored solve mapped over right-hand sides gives them in the wrong order",
         "tangent/factor.py",
-        "rows = v.movedim(in_dims[-1] or 0, -3)",
-        "rows = v.movedim(in_dims[-1] or 0, -3).flip(-3)",
+        "rows = v.movedim(axes[-1] or 0, -3)",
+        "rows = v.movedim(axes[-1] or 0, -3).flip(-3)",
         "test_less_cholesky.py::test_transforms",
     ),
     Bug(
