@@ -2543,7 +2543,7 @@ GROUPS = [
     Bug(
         "group: batches of gradients go to the kernels",
         "runtime/modes.py",
-        "and not _is_legacy_batchedtensor(x)",
+        "and not is_grads_batch(x)",
         "and not x.is_nested",
         "test_spectral.py::TestGroups::test_gradients_in_batches",
     ),

@@ -333,3 +333,14 @@ def test_a_first_call_takes_seconds(name):
     start = time.process_time()
     both(torch.compile(layer, fullgraph=True, backend="aot_eager"))(A, w)
     assert time.process_time() - start < 3
+
+
+def test_the_vmap_of_several_gradients_has_rules_for_steps():
+    """The vmap of torch.func is another."""
+    A, b = leaves(seeded(3, 6, 4), seeded(3, 6))
+    for solver in (pmaf.solvers.Secular(), pmaf.solvers.Cholesky()):
+        y = pmaf.less(A, b, solver=solver)
+        rows = seeded(4, *y.shape)
+        found = torch.autograd.grad(y, (A, b), rows, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(y, (A, b), v, retain_graph=True) for v in rows]
+        close(found, [torch.stack(parts) for parts in zip(*each)])

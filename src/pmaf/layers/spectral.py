@@ -102,7 +102,7 @@ def spectral(
         return find_by_products(as_operator(A), scalar, k, largest)[0]
     require_square(A, k)
     assert isinstance(A, Tensor)
-    if not plain(A) and isinstance(function, str) and is_traced(A) and not forward_mode(A):
+    if not plain(A) and isinstance(function, str) and _is_whole(A):
         return run(PROBLEM[0](A, function, k, largest), report=False).value
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
@@ -110,6 +110,12 @@ def spectral(
     if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
     return _dense(A, MatrixFunction(scalar, None if k == A.shape[-1] else k, largest))
+
+
+def _is_whole(A: Tensor) -> bool:
+    """Whether one operator stands for the call in a trace, which differentiates it at most once."""
+    again = torch.compiler.is_compiling() and derivatives_around() > 0
+    return is_traced(A) and not again and not forward_mode(A)
 
 
 def _dense(A: Tensor, posed: MatrixFunction) -> Tensor:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from pmaf.runtime.modes import is_grads_batch
 from pmaf.runtime.text import Named, decode
 
 Operands = Sequence[Tensor | None]
@@ -57,7 +59,29 @@ class Step(Named):
 
 def solve(call: str, *tensors: Tensor | None) -> list[Tensor]:
     """The outputs of a step that is described by a text."""
+    if not is_compiling() and any(x is not None and is_grads_batch(x) for x in tensors):
+        return _solve_grads_batch(call, tensors)
     return torch.ops.pmaf.solve(tensors, call)
+
+
+def _solve_grads_batch(call: str, tensors: Operands) -> list[Tensor]:
+    """The same under the vmap of `is_grads_batched=True`, which takes no rule for an operator."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    given: list[Any] = [*tensors]
+    axes: list[int | None] = [None] * len(given)
+    size = 1
+    for i, x in enumerate(given):
+        if x is not None and is_grads_batch(x):
+            given[i], axes[i] = _LEGACY._remove_batch_dim(x, level, size, 0), 0
+            size = given[i].shape[0]
+    outputs, places = decode(call).mapped(call, given, axes, size)
+    return [
+        x if i is None else _LEGACY._add_batch_dim(x, i, level) for x, i in zip(outputs, places)
+    ]
+
+
+_LEGACY: Any = torch
 
 
 def pull(
