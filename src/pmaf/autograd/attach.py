@@ -1,4 +1,4 @@
-"""Differentiable solves on tensors in traces and transforms: an opaque operator in a `Function`.
+"""Differentiable solves on tensors in transforms: an opaque operator in a `Function`.
 
 No single mechanism of PyTorch supports all transforms. An operator with a registered derivative
 breaks `torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without

@@ -139,7 +139,12 @@ class Whole(Step):
             again: Any = self._run(tensors, needs)[-1]
             record = again.record
             assert record is not None
-        pairs = [(x, dx) for x, dx in zip(record.found, grads) if x.requires_grad and _is_in(dx)]
+        pairs = [
+            (x, dx)
+            for i, (x, dx) in enumerate(zip(record.found, grads))
+            # A compiler passes zeros where no gradient comes in, and kernels may need to know.
+            if x.requires_grad and dx is not None and (i == 0 or bool(dx.any()))
+        ]
         wanted = [x for x, needed in zip(record.leaves, needs) if needed and x is not None]
         gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if pairs:
@@ -236,11 +241,6 @@ def _serves(record: _Record, tensors: Operands, needs: Sequence[bool]) -> bool:
         x is None or not needed or (known is not None and known.shape == x.shape)
         for x, known, needed in zip(tensors, record.leaves, needs)
     )
-
-
-def _is_in(dx: Tensor | None) -> bool:
-    """Whether a gradient comes in. A compiler passes zeros where none does."""
-    return dx is not None and bool(dx.any())
 
 
 class _Outside:
