@@ -1558,6 +1558,29 @@ SOLVERS = [
         "test_ied_traps.py::test_plus_and_minus_the_same_modulus_is_not_converged",
     ),
     Bug(
+        "traces: the record of a call shares memory with its operands",
+        "autograd/traced.py",
+        "x.detach().clone().requires_grad_() if needed",
+        "x.detach().requires_grad_() if needed",
+        "test_traces.py::test_memory_may_be_used_again_after_the_solve",
+    ),
+    Bug(
+        "traces: the derivative solves again",
+        "autograd/traced.py",
+        "seen.record = _Record(leaves, found)",
+        "seen.record = None if recorded is self.recorded else _Record(leaves, found)",
+        "test_traces.py::test_the_derivative_uses_the_record_of_the_solve",
+    ),
+    Bug(
+        "traces: torch leaves out what it leaves out around a compiled graph",
+        "autograd/traced.py",
+        "self.keys = torch._C._ForceDispatchKeyGuard(included, _AUTOCAST)",
+        "excluded = torch._C._dispatch_tls_local_exclude_set()\n"
+        "        excluded = excluded.remove(DispatchKey.AutogradFunctionality)\n"
+        "        self.keys = torch._C._ForceDispatchKeyGuard(included, excluded)",
+        "test_traces.py::test_lazy_conjugates_inside_of_a_compiled_graph",
+    ),
+    Bug(
         "outputs of an operator share memory",
         "autograd/attach.py",
         "copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]",

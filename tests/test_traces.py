@@ -264,6 +264,17 @@ def test_offloaded_tensors():
     close(found, both(pmaf.less)(A, b))
 
 
+def test_lazy_conjugates_inside_of_a_compiled_graph():
+    A = torch.complex(seeded(3, 4, 4), seeded(3, 4, 4).mT)
+    A = A + A.mH
+
+    def layer(A):
+        return pmaf.ied(A, 2).vectors
+
+    torch._dynamo.reset()
+    close([torch.compile(layer, fullgraph=True, backend="aot_eager")(A)], [layer(A)])
+
+
 def test_rules_of_the_paper_are_compiled():
     A, b = leaves(seeded(6, 5, 3), seeded(6, 5))
 

@@ -9,7 +9,7 @@ tensor, and where that has lost it, as after it was offloaded, the call is solve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,18 +67,12 @@ class Whole(Step):
         """What is found, and a report if there is to be one; this is solved, and not traced."""
         raise NotImplementedError
 
-    # The operands.
-
-    def _given(self, tensors: Operands) -> dict[str, Any]:
+    def posed(self, tensors: Operands) -> tuple[Any, Tensor | None]:
+        """The problem with its tensors, which are not checked, and the start."""
         given: dict[str, Any] = {"init": None}
         for name, x in zip(self.names, tensors):
             assert x is not None
             given[name.lstrip("*")] = Diagonal(x) if name.startswith("*") else x
-        return given
-
-    def posed(self, tensors: Operands) -> tuple[Any, Tensor | None]:
-        """The problem with its tensors, which are not checked, and the start."""
-        given = self._given(tensors)
         init = given.pop("init")
         return self.problem.changed(**given), init
 
@@ -86,7 +80,7 @@ class Whole(Step):
 
     def run(self, tensors: Operands) -> tuple[Tensor, ...]:
         found, report, seen = self._run(tensors, self.recorded)
-        outputs = self._laid_out(x.detach() for x in found)
+        outputs = self._laid_out(tuple(x.detach() for x in found))
         return *outputs, *(x.detach().clone() for x in report or ()), seen
 
     def _run(
@@ -117,17 +111,11 @@ class Whole(Step):
             report = tuple(found[0].new_empty(posed.batch_shape, dtype=x) for x in kinds)
         return *found, *report, found[0].new_empty(0)
 
-    def _laid_out(self, found: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    def _laid_out(self, found: Found) -> tuple[Tensor, ...]:
         """Copies in which the entries of a vector are next to each other."""
-        first, *others = found
         columns = self.problem.has_several
-        whole = torch.contiguous_format
-        return tuple(
-            x.mT.clone(memory_format=whole).mT
-            if columns and i != 1
-            else x.clone(memory_format=whole)
-            for i, x in enumerate((first, *others))
-        )
+        several = (columns and i != 1 for i in range(len(found)))
+        return tuple(_copy(x.mT).mT if swap else _copy(x) for x, swap in zip(found, several))
 
     # Its derivative.
 
@@ -149,18 +137,12 @@ class Whole(Step):
         gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if pairs:
             with _Outside(False):
+                outputs, incoming = zip(*pairs)
                 gradients = torch.autograd.grad(
-                    [x for x, _ in pairs],
-                    wanted,
-                    [dx for _, dx in pairs],
-                    retain_graph=True,
-                    allow_unused=True,
+                    outputs, wanted, incoming, retain_graph=True, allow_unused=True
                 )
         return [
-            torch.zeros_like(x, memory_format=torch.contiguous_format)
-            if dx is None
-            else dx.clone(memory_format=torch.contiguous_format)
-            for x, dx in zip(wanted, gradients)
+            _copy(torch.zeros_like(x) if dx is None else dx) for x, dx in zip(wanted, gradients)
         ]
 
     def differentiated(
@@ -241,6 +223,10 @@ def _serves(record: _Record, tensors: Operands, needs: Sequence[bool]) -> bool:
         x is None or not needed or (known is not None and known.shape == x.shape)
         for x, known, needed in zip(tensors, record.leaves, needs)
     )
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Outside:
