@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-import pmaf
 from pmaf.layers import spectral as layer
+from pmaf.linalg.divided_differences import NAMED
+from pmaf.linalg.matrix_function import MatrixFunction
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 COUNTS = (1, 2, 4, 8, 16, 32)  # of eigenpairs, up to n/2
@@ -37,10 +38,11 @@ def matrices(name: str, n: int, k: int, batch: int, dtype: torch.dtype) -> torch
 def both_passes(A: torch.Tensor, k: int, most: int) -> Callable[[], object]:
     """Both passes, by the group for up to `most` eigenpairs."""
     leaf, weights = A.clone().requires_grad_(), torch.cos(torch.arange(A.shape[-1]).to(A))
+    posed = MatrixFunction(NAMED["exp"], k, True)
 
     def run() -> object:
         layer._GROUP_MOST, layer._GROUP_SHARE = most, 1
-        return torch.autograd.grad((pmaf.spectral(leaf, "exp", k) * weights).sum(), leaf)
+        return torch.autograd.grad((layer.function_of(leaf, posed) * weights).sum(), leaf)
 
     return run
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from tests.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("src", "tests", "docs", "pyproject.toml", "README.md")
+PARTS = ("src", "tests", "docs", "hatch_build.py", "pyproject.toml", "README.md")
 # Seconds after which a run is taken for an endless loop, which is a bug that shows.
 PATIENCE = 300
 PASSED, FAILED = 0, 1

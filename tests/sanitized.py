@@ -26,7 +26,7 @@ TESTS = [
 def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for part in ("src", "tests", "pyproject.toml"):
+        for part in ("src", "tests", "hatch_build.py", "pyproject.toml"):
             source = ROOT / part
             if source.is_dir():
                 shutil.copytree(source, copy / part, ignore=shutil.ignore_patterns("__pycache__"))

@@ -13,6 +13,7 @@ import pmaf
 from pmaf import native, recipe
 from pmaf.solvers import Dense, Reduction, Secular
 from pmaf_lab.bench.families import EIGEN, SQUARES
+from tests.builds import variables_of
 from tests.ied_cases import with_eigenvalues
 
 pytestmark = pytest.mark.skipif(not native.available, reason=f"no kernels: {native.about}")
@@ -651,13 +652,14 @@ NAMES = [
 
 
 def run(setting):
-    environment = os.environ | {"PMAF_NATIVE": setting, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | variables_of(setting)
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
     return json.loads(ended.stdout)
 
 
+@pytest.mark.xdist_group("instruction sets")
 def test_the_same_bits_with_any_number_of_threads_and_the_same_answers_without_kernels():
     plain = run("0")
     assert "PMAF_NATIVE=0" in plain["about"]

@@ -1,5 +1,7 @@
 """Inputs that are infinite or nan: one class of errors, and a report of all other entries."""
 
+import math
+
 import pytest
 import torch
 
@@ -180,5 +182,20 @@ def test_what_cannot_be_reported_is_said():
         pmaf.solve(pmaf.PrincipalEigenvectors(A), nonfinite="ignore")
     with pytest.raises(TypeError, match="has an operator"):
         pmaf.solve(pmaf.PrincipalEigenvectors(Matrix(A)), nonfinite="report")
-    with pytest.raises(TypeError, match="is not for SpectralFunction"):
-        pmaf.solve(pmaf.SpectralFunction(A, "exp"), nonfinite="report")
+
+
+def test_functions_of_the_spectrum():
+    A = symmetric(4, 4, 4)
+    A[1, 0, 2] = math.nan
+    A[3, 1, 1] = math.inf
+    leaf, good = A.clone().requires_grad_(), [0, 2]
+    found = pmaf.solve(pmaf.SpectralFunction(leaf, "exp", 2), nonfinite="report")
+    alone = pmaf.solve(pmaf.SpectralFunction(A[good], "exp", 2))
+    assert torch.equal(found.value[good], alone.value)
+    assert torch.equal(found.multiplier[good], alone.multiplier)
+    assert found.value[[1, 3]].isnan().all()
+    assert found.converged.tolist() == [True, False, True, False]
+    (dA,) = torch.autograd.grad(found.value[good].sum(), leaf)
+    assert (dA[[1, 3]] == 0).all()
+    assert dA[good].isfinite().all()
+    assert (dA[good] != 0).any(-1).any(-1).all()

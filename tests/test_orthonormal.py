@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import pmaf
-from pmaf.layers import dense_pairs
+from pmaf.layers import pairs as layer
+from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.operators import Diagonal
 from pmaf.solvers import Dense
 
@@ -216,24 +217,26 @@ def test_vectors_that_are_not_orthonormal_have_not_converged(dtype, monkeypatch)
     """Those of one spoilt entry of a batch, if no refinement repairs them."""
     A, M = (x[2:6] for x in pairs(6, dtype, False))
     problem = pmaf.PrincipalEigenvectors(A, 4, M=M)
-    embedded = dense_pairs.EmbeddedPairedEigenvectors
-    kind = embedded if dtype.is_complex else dense_pairs.PairedEigenvectors
-    solve = kind.found_alone
+    solve = PrincipalEigenvectors.solved_by
+
+    spoils = []
 
     def spoilt(*arguments):
         found = solve(*arguments)
         value = found.value.clone()
+        spoils.append(value.shape)
         value[1, -1] = value[1, 0]
         return found._replace(value=value)
 
-    monkeypatch.setattr(kind, "found_alone", spoilt)
-    monkeypatch.setattr(dense_pairs, "_REFINEMENTS", 0)
+    monkeypatch.setattr(PrincipalEigenvectors, "solved_by", spoilt)
+    monkeypatch.setattr(layer, "_REFINEMENTS", 0)
     with pytest.warns(pmaf.ConvergenceWarning, match="1 of 4 solves.*M is nearly singular"):
         solution = pmaf.solve(problem)
     assert solution.converged.tolist() == [True, False, True, True]
     assert not bool(pmaf.certify(problem, solution).holds(1e-3)[1])
     with pytest.raises(pmaf.ConvergenceError, match="use float64"):
         pmaf.solve(problem, throw=True)
+    assert len(spoils) == 2
 
 
 def projector(A, M, k, largest):

@@ -12,7 +12,7 @@ import scipy.sparse.linalg
 import torch
 
 import pmaf
-from pmaf.layers import pairs
+from pmaf.layers import ied
 from pmaf.linalg.roundings import LOOSE, ROUNDED, SEARCHED
 from pmaf.operators import Diagonal, FromMatvec, Gram, Matrix, Operator, Sparse, WithSolve
 from pmaf.solvers import Dense, Krylov
@@ -25,7 +25,7 @@ EPS = torch.finfo(T).eps
 @pytest.fixture
 def products_only(monkeypatch):
     """Small pairs, too, go by products."""
-    monkeypatch.setattr(pairs, "_FORMED", 0)
+    monkeypatch.setattr(ied, "_FORMED", 0)
 
 
 def randn(*shape, seed=0, dtype=T):

@@ -258,3 +258,14 @@ def test_derivatives_of_the_product_of_both_sides(gap, shape):
     assert first <= 100 * eps * (1 + 1 / size if size else 1)
     if not close and not 0 < size < merge_tolerance(T):
         assert max(second) <= 1000 * eps * (1 + 1 / size**3 if size else 1)
+
+
+def test_the_product_may_be_written_into():
+    A = torch.diag(torch.tensor([5.0, 3.0, 2.0, 1.0], dtype=torch.float64))
+    A = (A + torch.ones(4, 4, dtype=torch.float64)).requires_grad_()
+    weights = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
+    (wanted,) = torch.autograd.grad((pmaf.ied(A, 2).projector() * weights).sum(), A)
+    product = pmaf.ied(A, 2).projector()
+    product.mul_(2)
+    (found,) = torch.autograd.grad((product * weights).sum(), A)
+    torch.testing.assert_close(found, 2 * wanted, rtol=1e-12, atol=1e-12)

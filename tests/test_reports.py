@@ -157,7 +157,11 @@ SOLVED = {
         None,
         "Krylov(): products with A",
     ),
-    "spectral": (lambda: Function(definite(6), "sqrt"), None, "pmaf.spectral: decomposition"),
+    "spectral": (
+        lambda: Function(definite(6), "sqrt"),
+        None,
+        ("pmaf.spectral: compiled kernels", "pmaf.spectral: decomposition"),
+    ),
     "spectral, operator": (
         lambda: Function(Gram(drawn(9, 6)), "sqrt", 2),
         None,

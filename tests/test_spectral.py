@@ -549,6 +549,101 @@ def whole(monkeypatch):
 
 
 C128 = torch.complex128
+SAME = {
+    "sqrt": torch.sqrt,
+    "inverse": torch.reciprocal,
+    "inverse_sqrt": torch.rsqrt,
+    "log": torch.log,
+    "exp": torch.exp,
+    "square": torch.square,
+    "identity": lambda x: 1 * x,
+    "one": torch.ones_like,
+}
+
+
+class TestWholeSpectrum:
+    """Named functions, whose eigenpairs are all found at once, against the same as callables."""
+
+    SHAPES = ((1,), (2,), (2, 3), (9,), (12,), (13,), (5, 20), (40,))  # batch and n
+
+    @pytest.mark.parametrize("name", SAME)
+    @pytest.mark.parametrize("dtype", [torch.float32, T, torch.complex64, C128], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_values_and_gradients(self, shape, dtype, name, caplog):
+        caplog.set_level(logging.DEBUG, logger="pmaf")
+        n = shape[-1]
+        drawn = torch.Generator().manual_seed(n)
+        Q = torch.linalg.qr(torch.randn(*shape, n, dtype=C128, generator=drawn)).Q
+        Q = Q if dtype.is_complex else torch.linalg.qr(Q.real).Q
+        # Eigenvalues that repeat, in the group and across its edge, and others.
+        values = 1 + (torch.arange(n) // 2 * 2 / n)
+        A = (Q * values) @ Q.mH
+        A = (0.5 * (A + A.mH)).to(dtype)
+        kernels = native.available and (n <= 12 or (n <= 32 and len(shape) > 1))
+        for k, largest in {(None, True), (min(n, 2), True), (min(n, 2), False)}:
+            if k is not None and n % 2:
+                continue  # the edge of the group would be between equal eigenvalues
+            found = []
+            for function in (name, SAME[name]):
+                caplog.clear()
+                leaf = A.clone().requires_grad_()
+                out = pmaf.spectral(leaf, function, k, largest=largest)
+                if isinstance(function, str) and kernels:
+                    assert ways(caplog) == ["ied: reduction"]
+                (dA,) = torch.autograd.grad(out, leaf, weights(out))
+                assert torch.equal(out, out.mH)
+                assert torch.equal(dA, dA.mH) or not (isinstance(function, str) and kernels)
+                found.append((out.detach(), dA))
+            gap = 2 / n if k is not None and k < n else 1.0
+            bound = 64 * n * torch.finfo(dtype).eps / gap
+            for x, y in zip(*found, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=bound * (1 + float(y.abs().max())))
+
+    @pytest.mark.parametrize("dtype", [T, C128], ids=str)
+    @pytest.mark.parametrize("k", [None, 2])
+    def test_second_derivatives(self, dtype, k):
+        values = torch.tensor([1.0, 1.0, 2.0, 2.0])
+        Q = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(1))).Q
+        A = ((Q * values) @ Q.mT).to(dtype)
+        A = (0.5 * (A + A.mH)).requires_grad_()
+        assert gradgradcheck(lambda A: pmaf.spectral(A, "exp", k), (A,), fast_mode=True)
+
+    def test_a_result_that_is_written_into(self):
+        A = torch.diag(torch.tensor([4.0, 1.0, 1.0])).requires_grad_()
+        for k in (None, 1):
+            out = pmaf.spectral(A, "sqrt", k)
+            (plain,) = torch.autograd.grad(pmaf.spectral(A, "sqrt", k).sum(), A)
+            (dA,) = torch.autograd.grad(out.mul_(2).sum(), A)
+            torch.testing.assert_close(dA, 2 * plain)
+
+    def test_batched_gradients(self):
+        A = torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=T)).requires_grad_()
+        out = pmaf.spectral(A, "log")
+        rows = torch.eye(9, dtype=T).reshape(9, 3, 3)
+        together = torch.autograd.grad(out, A, rows, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(out, A, row, retain_graph=True)[0] for row in rows]
+        torch.testing.assert_close(together[0], torch.stack(alone))
+
+    def test_what_the_function_is_not_defined_for(self):
+        """The errors are those of all matrices, also of one in a batch."""
+        A = torch.eye(3, dtype=T).expand(4, 3, 3).clone()
+        A[2, 1, 1] = -1.0
+        with pytest.raises(ValueError, match="log is not finite at the eigenvalue -1 of A"):
+            pmaf.spectral(A, "log")
+        A[2, 1, 1] = torch.nan
+        with pytest.raises(pmaf.NonFiniteError):
+            pmaf.spectral(A, "log")
+
+    @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-20, 1e20, 1e150, 1e300])
+    def test_any_scale(self, scale):
+        Q = torch.linalg.qr(
+            torch.randn(5, 5, dtype=T, generator=torch.Generator().manual_seed(2))
+        ).Q
+        values = torch.tensor([1.0, 2.0, 2.0, 3.0, 4.0], dtype=T)
+        A = (Q * (scale * values)) @ Q.mT
+        expected = (Q * values.sqrt()) @ Q.mT
+        found = pmaf.spectral(A, "sqrt") / scale**0.5
+        torch.testing.assert_close(found, expected, rtol=0, atol=64 * EPS)
 
 
 class TestGroups:
@@ -585,8 +680,10 @@ class TestGroups:
             caplog.clear()
             found = call()
             taken = ways(caplog)
-            # Without kernels, a small matrix is decomposed.
-            grouped = native.available or n == 450
+            # Kernels find all eigenpairs of a small matrix; without them it is decomposed.
+            small = n == 6 and isinstance(function, str)
+            grouped = (native.available and not small) or n == 450
+            assert ("ied: reduction" in taken) == (native.available and n < 450)
             assert ("spectral: group" in taken) == grouped
             assert any(way.startswith("tangent: ") for way in taken) == grouped
             assert ("ied: Krylov space" in taken) == (n == 450)
@@ -636,7 +733,7 @@ class TestGroups:
 
     def test_which_functions_need_all_eigenvalues(self, caplog):
         caplog.set_level(logging.DEBUG, logger="pmaf")
-        X = torch.randn(2, 6, dtype=T, generator=torch.Generator().manual_seed(0))
+        X = torch.randn(2, 20, dtype=T, generator=torch.Generator().manual_seed(0))
         A = X.mT @ X
         power = torch.tensor(0.7, dtype=T, requires_grad=True)
         cases = [
@@ -645,7 +742,7 @@ class TestGroups:
             ("exp", 2, False, True),
             ("sqrt", 2, True, True),
             (lambda x: x**power, 2, True, False),
-            ("one", 3, True, False),
+            ("one", 7, True, False),
         ]
         for function, k, largest, grouped in cases:
             caplog.clear()

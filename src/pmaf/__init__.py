@@ -21,8 +21,7 @@ from pmaf.layers.less import LESS, less
 from pmaf.layers.nullspace import NullSpace, nullspace
 from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
-from pmaf.layers.spectral import Spectral, spectral
-from pmaf.layers.spectral_function import SpectralFunction
+from pmaf.layers.spectral_function import Spectral, SpectralFunction, spectral
 from pmaf.problem import Problem
 from pmaf.solution import Certificate, Solution
 from pmaf.solving import certify, solve

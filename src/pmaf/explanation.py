@@ -20,8 +20,7 @@ from pmaf.layers.less import LESS, less
 from pmaf.layers.nullspace import NullSpace, nullspace
 from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
-from pmaf.layers.spectral import Spectral, spectral
-from pmaf.layers.spectral_function import SpectralFunction
+from pmaf.layers.spectral_function import Spectral, SpectralFunction, spectral
 from pmaf.layers.triplets import PrincipalTriplets
 from pmaf.problem import Problem
 from pmaf.recipe import AUTO, IMPLICIT, Recipe, short_recipe, ways_of
@@ -137,7 +136,13 @@ _POSED: dict[Callable[..., Any], tuple[Any, dict[str, Any]]] = {
     spectral: (SpectralFunction, {}),
 }
 _MODULES = {IED: ied, LESS: less, NullSpace: nullspace, ISVD: isvd, Spectral: spectral}
-_SHORT = (PrincipalEigenvectors, SphereLeastSquares, PrincipalSingularVectors, PrincipalTriplets)
+_SHORT = (
+    PrincipalEigenvectors,
+    SphereLeastSquares,
+    PrincipalSingularVectors,
+    PrincipalTriplets,
+    SpectralFunction,
+)
 
 
 def _call_of(

@@ -29,7 +29,7 @@ from pmaf.solvers.auto import MINIMUM, SECULAR, Line, chosen
 from pmaf.solvers.base import Course, Minimum
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Basis, Factor, Kept
+from pmaf.tangent.kept import NOTHING, Factor, Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,8 +343,9 @@ class Problem(Named):
 
     def first_gradients(
         self,
-        tensors: tuple[Tensor, ...],
+        tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -365,12 +366,11 @@ class Problem(Named):
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
         """Newton's step from a solution of the problem `fixed`, with the linear system there."""
-        kept, gap = found.kept, found.gap
-        if not isinstance(kept, Basis):
+        basis, gap = found.kept.basis, found.gap
+        if basis is None:
             helper = solve(fixed, None, SECULAR, False, False)
-            kept, gap = helper.kept, found.multiplier + (helper.gap - helper.multiplier)
-        assert isinstance(kept, Basis)
-        correct = TangentSolver(*kept, gap, found.value)
+            basis, gap = helper.basis, found.multiplier + (helper.gap - helper.multiplier)
+        correct = TangentSolver(basis.rows, basis.spread, gap, found.value)
 
         def step(u: Tensor) -> Tensor:
             force = self.force(u, *self.tensors)

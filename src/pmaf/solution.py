@@ -163,6 +163,11 @@ def require_rules(problem: Any, solver: object, gradient: object) -> None:
             )
     if isinstance(gradient, Unroll) and isinstance(solver, Solver) and not solver.unrollable:
         recordable = _choices(Solver, lambda kind: suits(kind) and kind.unrollable)
+        if not recordable:
+            raise TypeError(
+                f"gradient={gradient!r} does not serve {target}, none of whose solvers has "
+                "iterations that can be recorded; leave it out"
+            )
         raise TypeError(
             f"gradient=Unroll() needs a solver whose iterations can be recorded, not {solver!r}; "
             f"use {recordable}, or gradient=Implicit()"

@@ -94,8 +94,8 @@ class _ByRule:
         given = Reverse(tensors, y, state, self.gradient, v, d_multiplier, needs)
         implicit = isinstance(self.gradient, Implicit) and may_compile(v, d_multiplier)
         if implicit and problem.is_differentiated(tensors, kept, d_multiplier):
-            compiled = problem.first_gradients(tensors, y, kept, v, d_multiplier, needs)
-            return completed(problem, given, compiled)
+            whole = problem.first_gradients(tensors, y, multiplier, kept, v, d_multiplier, needs)
+            return completed(problem, given, whole)
         with full_precision(tensors[0].device), OneThread(tensors[0]):
             found = problem.gradients(given)
         return [

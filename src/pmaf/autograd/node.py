@@ -1,7 +1,8 @@
 """The node that a solve leaves in the graph in eager mode, for every problem and every solver.
 
 The solve itself runs before, and autograd does not record it. What differs between solves by
-kernels, by torch and by products is how a gradient is computed: that is a `Pull`.
+kernels, by torch and by products is how a gradient is computed: that is a `Pull`. Products with
+operators, functions of vectors and gradients of gradients leave the same node.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ class Saved(NamedTuple):
 
 
 class Pull(Protocol):
-    """How a solution is differentiated."""
+    """How a solution is differentiated.
+
+    The outputs are saved for it, so that nobody may write into them before the backward pass,
+    unless the class says `uses_found = False`.
+    """
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -42,8 +47,9 @@ class Solved(torch.autograd.Function):
         ctx: Any, pull: Pull, found: tuple[Tensor, ...], held: tuple[Any, ...], *tensors: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.source, ctx.inputs, ctx.outputs = pull, len(tensors), len(tensors) + len(found)
-        save(ctx, *tensors, *found, *held)
+        known = found if getattr(pull, "uses_found", True) else ()
+        ctx.source, ctx.inputs, ctx.outputs = pull, len(tensors), len(tensors) + len(known)
+        save(ctx, *tensors, *known, *held)
         return found
 
     @staticmethod
@@ -57,6 +63,20 @@ class Solved(torch.autograd.Function):
         parts, same = restored(ctx)
         saved = _named(Saved, (parts[:first], parts[first:last], parts[last:], same))
         return None, None, None, *ctx.source.pull(saved, grads, ctx.needs_input_grad[3:])
+
+
+class Refused:
+    """Outputs that cannot be differentiated; a derivative of them is an error that says why."""
+
+    uses_found = False
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        raise RuntimeError(self.why)
 
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmaf.autograd.node import Saved, attach_solved
+from pmaf.autograd.node import Refused, Saved, Solved, attach_solved
 from pmaf.gradients.by_products import Incoming, options_of
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import full_precision
@@ -62,17 +62,11 @@ def first_order(
     if not torch.is_grad_enabled():
         return list(gradients)
     given = [x for x in sources if x is not None]
-    return [None if x is None else _Last.apply(x.detach(), *given) for x in gradients]
+    last: Any = Solved.apply
+    return [None if x is None else last(_LAST, (x.detach(),), (), *given)[0] for x in gradients]
 
 
-class _Last(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *sources: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RuntimeError(
-            "the gradient of a solve by products cannot be differentiated again; "
-            "for second derivatives pass A as a dense tensor"
-        )
+_LAST = Refused(
+    "the gradient of a solve by products cannot be differentiated again; "
+    "for second derivatives pass A as a dense tensor"
+)

@@ -10,19 +10,19 @@ orthonormal vectors. Of a pair with `VᴴMV = I`, the matrix in the middle is `B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf.autograd.forward_mode import constant
+from pmaf.autograd.node import Saved, Solved, attach_solved
 from pmaf.errors import ConvergenceWarning
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.caller import warn
+from pmaf.runtime.constant import constant
 from pmaf.runtime.modes import forward_mode, full_precision, plain, unwrapped
-from pmaf.runtime.saved import restored, save
 
 
 def span_product(values: Tensor, vectors: Tensor) -> Tensor:
@@ -33,7 +33,8 @@ def span_product(values: Tensor, vectors: Tensor) -> Tensor:
             _warn_of_close(values)
             return _by_graph(V)
         if V.shape[-1] > 1 and plain(V) and V.requires_grad and torch.is_grad_enabled():
-            return _Span.apply(V, values.detach())  # pyright: ignore[reportReturnType]
+            fixed = V.detach()
+            return attach_solved(_SPAN, (fixed @ fixed.mH,), (values.detach(),), V)[0]
         return V @ V.mH
 
 
@@ -58,42 +59,50 @@ def _inside(V: Tensor, x: Tensor) -> Tensor:
     return V @ (V.mH @ x)
 
 
-class _Span(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, V: Tensor, values: Tensor) -> Tensor:
-        save(ctx, V, values)
-        return V @ V.mH
+class _Span:
+    """The derivative of `VVᴴ`."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ((V, values), _), (g,) = restored(ctx), grads
+    uses_found = False
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        (V,), _, (values,), _ = saved
+        (g,) = grads
+        assert g is not None
         with full_precision(V.device):
             if not torch.is_grad_enabled():
-                return (g + g.mH) @ V, None
+                return [(g + g.mH) @ V]
             (found,) = torch.autograd.grad(_by_graph(V), V, g, create_graph=True)
             # This gradient is outside of the span of orthonormal vectors. Rounding errors inside
             # would be divided by differences of eigenvalues.
             with torch.no_grad():
                 inside = _inside(V, found) + _inside(V, found - _inside(V, found))
                 inside = torch.where(_are_orthonormal(V), inside, 0)
-            found = found - inside
-            return _Again.apply(found, values, _warn_of_close), None  # pyright: ignore[reportReturnType]
+            return [_again(found - inside, values, _warn_of_close)]
 
 
-class _Again(torch.autograd.Function):
-    """A gradient that warns when it is differentiated."""
+_SPAN = _Span()
 
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, values: Tensor, warning: Any) -> Tensor:
-        ctx.warning = warning
-        save(ctx, values)
-        return gradient.view_as(gradient)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ((values,), _) = restored(ctx)
-        ctx.warning(values)
-        return grads[0], None, None
+class _Again:
+    """Gradients that warn when they are differentiated."""
+
+    uses_found = False
+
+    def __init__(self, warning: Callable[[Tensor], None]) -> None:
+        self.warning = warning
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        self.warning(*saved.held)
+        return grads
+
+
+def _again(gradient: Tensor, values: Tensor, warning: Callable[[Tensor], None]) -> Tensor:
+    attach: Any = Solved.apply
+    return attach(_Again(warning), (gradient.detach(),), (values,), gradient)[0]
 
 
 def warn_of_triplets(values: Tensor) -> None:
@@ -114,7 +123,7 @@ def again_of_triplets(gradients: Sequence[Tensor | None], values: Tensor) -> tup
     """Gradients of singular triplets that warn when they are differentiated again."""
     if not (torch.is_grad_enabled() and values.shape[-1] > 1 and plain(values)):
         return (*gradients,)
-    return tuple(x if x is None else _Again.apply(x, values, warn_of_triplets) for x in gradients)
+    return tuple(x if x is None else _again(x, values, warn_of_triplets) for x in gradients)
 
 
 def _warn_of_close(values: Tensor) -> None:

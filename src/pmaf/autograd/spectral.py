@@ -19,13 +19,14 @@ the whole decomposition, which is computed when they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf.autograd.node import Saved, attach_solved
 from pmaf.gradients.eigenvectors import symmetric_product
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
@@ -87,42 +88,32 @@ def differentiable_group(
         decompose: from `A` to all eigenvalues and eigenvectors, for higher derivatives.
     """
     values, rows, gap, kept = group
-    held = (*kept, None, None)[:2]
-    found: Any = _OfGroup.apply(A, values, rows, gap, *held, type(kept), function, decompose)
-    return found
+    whole = replace(function, k=None)  # of the values that there are
+    found = symmetric_part(whole.value(values, rows.mT))
+    pull = _OfGroup(function, decompose, type(kept))
+    return attach_solved(pull, (found,), (values, rows, gap, *kept), A)[0]
 
 
-class _OfGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        A: Tensor,
-        values: Tensor,
-        rows: Tensor,
-        gap: Tensor,
-        first: Tensor | None,
-        second: Tensor | None,
-        kind: type[Kept],
-        function: MatrixFunction,
-        decompose: Decompose,
-    ) -> Tensor:
-        ctx.kind, ctx.function, ctx.decompose = kind, function, decompose
-        save(ctx, A, values, rows, gap, first, second)
-        whole = replace(function, k=None)  # of the values that there are
-        return symmetric_part(whole.value(values, rows.mT))
+class _OfGroup(NamedTuple):
+    """The derivative of a function of a group."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (A, values, rows, gap, *held), same = restored(ctx)
-        direction, function = symmetric_part(grads[0]), ctx.function
+    function: MatrixFunction
+    decompose: Decompose
+    kind: type[Kept]
+    uses_found = False
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        (A,), _, (values, rows, gap, *held), same = saved
+        assert grads[0] is not None
+        direction, function = symmetric_part(grads[0]), self.function
         with full_precision(A.device), OneThread(A):
             if torch.is_grad_enabled() or not plain(direction):
-                all_values, vectors = ctx.decompose(A)
-                dA = _derivative(function, A, all_values, vectors, direction.unsqueeze(-3))
-            else:
-                kept = ctx.kind(*(x for x in held if x is not None)) if same else NOTHING
-                dA = _by_tangent(function, A, Group(values, rows, gap, kept), direction)
-        return dA, *(None,) * 8
+                all_values, vectors = self.decompose(A)
+                return [_derivative(function, A, all_values, vectors, direction.unsqueeze(-3))]
+            kept = self.kind(*held) if same else NOTHING
+            return [_by_tangent(function, A, Group(values, rows, gap, kept), direction)]
 
 
 def _by_tangent(function: MatrixFunction, A: Tensor, group: Group, direction: Tensor) -> Tensor:
@@ -144,11 +135,11 @@ def outside(vectors: Tensor) -> Tensor:
     eigenvalues that nearly repeat.
     """
     fixed = vectors.detach()
-    with full_precision(vectors.device):
-        rest = vectors - fixed
+    change = vectors - fixed
+    with full_precision(fixed.device):
         for _ in range(2):  # the second time removes rounding of the first
-            rest = rest - fixed @ (fixed.mH @ rest)
-        return fixed + rest
+            change = change - fixed @ (fixed.mH @ change)
+    return fixed + change
 
 
 class _Follow(torch.autograd.Function):

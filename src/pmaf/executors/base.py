@@ -23,7 +23,7 @@ from pmaf.gradients.base import Reverse
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.modes import full_precision
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Kept
+from pmaf.tangent.kept import Kept, Nothing
 
 # Finds vectors and values for tensors by name on the common path, differentiably.
 Common = Callable[[Tensors], Found]
@@ -52,6 +52,7 @@ class Executor:
 
     columns = False  # whether several vectors are columns, as the user sees them
     compiles = True  # whether kernels differentiate
+    kind: type[Kept] = Nothing  # of what the solve keeps
 
     def __init__(self, problem: Any, names: tuple[str, ...], way: str) -> None:
         self.problem, self.names, self.way = problem, names, way
@@ -66,14 +67,6 @@ class Executor:
     def solve(self, tensors: Tensors) -> Found | None:
         """A solution and its multiplier, or None where the common path has to find all of it."""
         raise NotImplementedError
-
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        """What the solve has kept, from the tensors that were saved."""
-        return NOTHING
-
-    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
-        """The same after hooks on saved tensors have changed it."""
-        return NOTHING
 
     def differentiate(
         self,
@@ -94,7 +87,8 @@ class Executor:
         """The derivative of the node; see `autograd/node.py`."""
         tensors, (y, multiplier), held, same = saved
         v, d_multiplier = grads
-        kept = self.kept(held) if same else self.kept_again(tensors)
+        kind = self.kind
+        kept = kind(*held) if same else self.problem.kept_again(tensors, kind)
         if self.columns:
             y, v = y.mT, None if v is None else v.mT
         compiled = None

@@ -19,7 +19,7 @@ from pmaf.runtime.modes import (
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Backward, announce
 from pmaf.solvers import Auto, Outcome, Solver
-from pmaf.tangent.kept import IN_WORDS, Nothing
+from pmaf.tangent.kept import NOTHING
 
 
 class Ended(NamedTuple):
@@ -49,14 +49,14 @@ class Direct(Executor):
             _, solver, why = problem.choice()
         first, then = problem.course(solver)
         name = abbreviated(solver)
-        kept, how = IN_WORDS[Nothing], self.gradient.words
+        kept, how = NOTHING.words, self.gradient.words
         if problem.operator is not None:
             how = BY_PRODUCTS
         elif isinstance(self.gradient, Unroll):
             kept = "every step of the solver"
         else:
             kinds = problem.may_keep(solver)
-            kept = ", or ".join(dict.fromkeys(IN_WORDS[kind] for kind in kinds))
+            kept = ", or ".join(dict.fromkeys(kind.words for kind in kinds))
             blank = (kind(*(None,) * len(kind._fields)) for kind in kinds)
             compiled = all(problem.is_differentiated(problem.tensors, x, None) for x in blank)
             how = BY_KERNELS if compiled and isinstance(self.gradient, Implicit) else how

@@ -16,7 +16,7 @@ from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import REDUCED
-from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, Tridiagonal
+from pmaf.tangent.kept import Kept, Nothing, Reduced, Tridiagonal
 
 
 class CompiledEigenvectors(Executor):
@@ -33,12 +33,13 @@ class CompiledEigenvectors(Executor):
         numbers = native.reduction_numbers(shape[-1], dtype, k)
         # The shape of what is kept of the forward pass, None if it is nothing.
         self.size = (*shape[:-2], numbers) if numbers else None
+        self.kind = Tridiagonal if numbers else Nothing
 
     def account(self, tensors: Tensors) -> Account:
         return Account(
             "Reduction(): compiled kernels, Householder's reduction and Laguerre's method",
             REDUCED.reason,
-            IN_WORDS[Tridiagonal if self.size else Nothing],
+            self.kind.words,
             COMPILED,
         )
 
@@ -64,9 +65,6 @@ class CompiledEigenvectors(Executor):
             return vectors, values
         return attach_solved(self, (vectors, values), () if numbers is None else (numbers,), A)
 
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return Tridiagonal(*held) if held else NOTHING
-
     def differentiate(
         self,
         tensors: Sequence[Tensor],
@@ -78,14 +76,13 @@ class CompiledEigenvectors(Executor):
         needs: Sequence[bool],
     ) -> native.Gradients:
         took("tangent: compiled")
-        reduction = kept.numbers if isinstance(kept, Tridiagonal) else None
         (A,) = tensors
         # A part of a batch has a plan of its own.
         reverse = self.reverse
         if A.numel() != reverse.entries:
             k = self.problem.k or 1
             reverse = native.backward_plan(A.shape, A.dtype, k, k, self.problem.largest)
-        return native.planned_gradient(A, y, v, d_multiplier, reverse, reduction)
+        return native.planned_gradient(A, y, v, d_multiplier, reverse, *kept)
 
     def _some(self, tensors: Tensors, found: Found, held: tuple[Any, ...], failed: Tensor) -> Found:
         """The solution where kernels have failed in some entries, which the common path finds."""
@@ -111,12 +108,13 @@ class CompiledPairs(CompiledEigenvectors):
     def __init__(self, problem: Any, shape: torch.Size, dtype: torch.dtype, common: Common) -> None:
         Executor.__init__(self, problem, ("A", "M"), "pairs: compiled")
         self.columns, self.common, self.looked = problem.k is not None, common, False
+        self.kind, self.largest = Reduced, problem.largest
 
     def account(self, tensors: Tensors) -> Account:
         return Account(
             "Reduction(): compiled kernels, a Cholesky factor of M and Householder's reduction",
             REDUCED.reason,
-            IN_WORDS[native.Reduced],
+            Reduced.words,
             COMPILED,
         )
 
@@ -137,28 +135,18 @@ class CompiledPairs(CompiledEigenvectors):
         took(self.way)
         return attach_solved(self, (vectors, values), kept, A, M) if recorded else (vectors, values)
 
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return native.Reduced(*held) if held else NOTHING
-
-    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
-        A, M = (x.detach() for x in tensors)
-        _, kept = native.largest_of_pair(A, M, self.problem.k, self.problem.largest, keep=True)
-        return kept or NOTHING
-
     def differentiate(
-        self,
+        self: Any,
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,
-        kept: Kept,
+        kept: Any,
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
     ) -> native.Gradients:
-        assert isinstance(kept, native.Reduced)
         took("pairs: compiled gradient")
-        dtype = tensors[0].dtype
-        return native.pair_gradients(kept, v, d_multiplier, dtype, self.problem.largest, needs)
+        return native.pair_gradients(kept, v, d_multiplier, tensors[0].dtype, self.largest, needs)
 
 
 def _are_proper(A: Tensor, M: Tensor, mask: Tensor) -> bool:

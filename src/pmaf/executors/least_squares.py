@@ -15,11 +15,13 @@ from pmaf.executors.base import COMPILED, Account, Executor, records
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import DECOMPOSED_MINIMUM, REDUCED_MINIMUM
-from pmaf.tangent.kept import IN_WORDS, Basis, Exact, Kept
+from pmaf.tangent.kept import Basis, Exact
 
 
 class CompiledLeastSquares(Executor):
     """Least squares on the unit sphere, of float32."""
+
+    kind = Exact
 
     def __init__(self, problem: Any) -> None:
         super().__init__(problem, ("A", "b"), "less: reduction")
@@ -31,7 +33,7 @@ class CompiledLeastSquares(Executor):
             "Reduction(): compiled kernels, the reduction of the smaller of AᵀA and AAᵀ, and "
             "Newton's method for one number",
             REDUCED_MINIMUM.reason,
-            IN_WORDS[Exact],
+            Exact.words,
             COMPILED,
         )
 
@@ -48,29 +50,20 @@ class CompiledLeastSquares(Executor):
             return u, multiplier
         return attach_solved(self, (u, multiplier), (multiplier, numbers), A, b)
 
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return Exact(*held)
-
-    def kept_again(self, tensors: Sequence[Tensor]) -> Kept:
-        A, b = (x.detach() for x in tensors)
-        found = native.least_squares(A, b.expand(*A.shape[:-1]))
-        return Exact(found.multiplier, found.numbers)
-
     def differentiate(
-        self,
+        self: Any,
         tensors: Sequence[Tensor],
         y: Tensor,
         multiplier: Tensor,
-        kept: Kept,
+        kept: Any,
         v: Tensor | None,
         d_multiplier: Tensor | None,
         needs: Sequence[bool],
     ) -> native.Gradients:
-        assert isinstance(kept, Exact)
         assert v is not None
         took("tangent: compiled")
         A, b = tensors
-        return native.least_squares_gradient(A, b, y, v, *kept, needs)
+        return native.least_squares_gradient(A, b, y, v, *kept, needs=needs)
 
 
 class DecomposedLeastSquares(Executor):
@@ -93,7 +86,7 @@ class DecomposedLeastSquares(Executor):
         return Account(
             "Secular(): compiled kernels around a decomposition",
             DECOMPOSED_MINIMUM.reason,
-            IN_WORDS[Basis],
+            Basis.words,
             COMPILED,
         )
 

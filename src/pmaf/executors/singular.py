@@ -24,13 +24,13 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import full_precision
 from pmaf.solvers.auto import EXACT_SVD, REDUCED_GRAM
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import IN_WORDS, NOTHING, Kept, Nothing, SingularBasis
+from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
 
 
 class DecomposedSingularVectors(Executor):
     """Right singular vectors by a singular value decomposition, which is kept."""
 
-    compiles = False
+    compiles, kind = False, SingularBasis
 
     def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
         super().__init__(problem, names, "singular: svd")
@@ -66,9 +66,6 @@ class DecomposedSingularVectors(Executor):
         if not records(*given):
             return vectors, values
         return attach_solved(self, (vectors, values), (rows, spectrum), *given)
-
-    def kept(self, held: tuple[Any, ...]) -> Kept:
-        return SingularBasis(*held)
 
 
 class CompiledSingularVectors(Executor):
@@ -127,13 +124,13 @@ class CompiledSingularVectors(Executor):
 
 
 def _decomposed(derivative: str) -> Account:
-    words = IN_WORDS[SingularBasis]
+    words = SingularBasis.words
     return Account("SVD(): singular value decomposition", EXACT_SVD.reason, words, derivative)
 
 
 def _reduced(how: str, derivative: str) -> Account:
     words = f"Reduction(): compiled kernels, {how}"
-    return Account(words, REDUCED_GRAM.reason, IN_WORDS[Nothing], derivative)
+    return Account(words, REDUCED_GRAM.reason, Nothing.words, derivative)
 
 
 class Triplets(Executor):

@@ -69,6 +69,34 @@ class Gradient(Configured):
         raise NotImplementedError
 
 
+class Images(NamedTuple):
+    """Images of a minimum `y` of least squares and of the solution `z` of its linear system.
+
+    With `r = Ay − b` and weights `W`, the gradients are
+
+        ∂L/∂b = W A z,   ∂L/∂A = −W(r zᵀ + (A z) yᵀ),   ∂L/∂w = −r∘(A z).
+    """
+
+    residual: Tensor  # r
+    image: Tensor  # Az
+    weights: Tensor | None
+
+    def weighted(self, x: Tensor) -> Tensor:
+        return x if self.weights is None else self.weights * x
+
+    def of_b(self) -> Tensor:
+        return self.weighted(self.image)
+
+    def of_weights(self) -> Tensor:
+        return -self.residual * self.image
+
+    def of_matrix(self, y: Tensor, z: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Left and right factors of the gradient of `A`, a sum of two products."""
+        r, along, weights = self
+        r, along = (r, along) if weights is None else (weights * r, weights * along)
+        return [-r, -along], [z, y]
+
+
 class Reverse(NamedTuple):
     """A solution of a problem, and the gradients that come in for it."""
 

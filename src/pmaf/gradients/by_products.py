@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pmaf.gradients.base import Images
 from pmaf.gradients.eigenvectors import differences, turn_inside
 from pmaf.linalg.products import long_norm
 from pmaf.operators.rows import Rows
@@ -143,12 +144,10 @@ def _bordered(given: Incoming, values: Tensor) -> Tensor:
 def least_squares_gradients(problem: Any, given: Incoming) -> Sequence[Tensor | None]:
     """Gradients of the tensors of the operator, and of `b`."""
     seen, needs, b = given.seen, given.needs, problem.b
-    y, z = _minimum_tangent(seen.gram, given)
-    y, z = seen.lift(y), seen.lift(z)
-    image, along = seen.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
-    rest = image - b.reshape(image.shape)
-    left, right = -torch.cat([rest, along], -2), torch.cat([z, y], -2)
-    db = ranks.alike(along.reshape(b.shape), b) if needs[-1] else None
+    y, z = (seen.lift(x) for x in _minimum_tangent(seen.gram, given))
+    images = _images(seen, y, z, b, None)
+    left, right = (torch.cat(x, -2) for x in images.of_matrix(y, z))
+    db = ranks.alike(images.image.reshape(b.shape), b) if needs[-1] else None
     return [*seen.pull_back(left, right, needs[:-1]), db]
 
 
@@ -191,19 +190,19 @@ def weighted_gradients(
             rest = v - curvature(_solved(curvature, given, border, v).rows)
             null = torch.where(mask, 0, rest)
             given = given._replace(v=(v - null).reshape(given.v.shape))
-    y, z = _minimum_tangent(curvature, given, border)
-    pulled = _pulled(problem, own, y, z)
-    rest, along = pulled.residual, pulled.image
-    lefts, rights = [-pulled.weighted(rest), -pulled.weighted(along)], [z, y]
-    d_sides = [pulled.weighted(along), -rest * along]
+    y, z = (own.lift(x) for x in _minimum_tangent(curvature, given, border))
+    images = _images(own, y, z, *problem.given_sides(problem.sides))
+    lefts, rights = images.of_matrix(y, z)
+    d_sides = [images.of_b(), images.of_weights()]
     if null is not None:
         # This part moves with the null space.
-        x = _solved(curvature, given, border, y - border).rows
-        across, inner = (own.A.matvec(own.lift(rows)) for rows in (null, x))
-        lefts += [pulled.weighted(across), pulled.weighted(inner)]
+        x = _solved(curvature, given, border, given.y.reshape(border.shape) - border).rows
+        x, null = own.lift(x), own.lift(null)
+        across, inner = (own.A.matvec(rows) for rows in (null, x))
+        lefts += [images.weighted(across), images.weighted(inner)]
         rights += [x, null]
         d_sides[1] = d_sides[1] + across * inner
-    left, right = torch.cat(lefts, -2), torch.cat([own.lift(rows) for rows in rights], -2)
+    left, right = torch.cat(lefts, -2), torch.cat(rights, -2)
     found = None
     if given.needs[-1]:
         count = problem.sides.shape[-2]
@@ -212,22 +211,10 @@ def weighted_gradients(
     return [*own.pull_back(left, right, given.needs[:-1]), found]
 
 
-class _Pulled(NamedTuple):
-    """Images of a solution `y` and of the solution `z` of its linear system."""
-
-    residual: Tensor  # Ay − b
-    image: Tensor  # Az
-    weights: Tensor | None
-
-    def weighted(self, x: Tensor) -> Tensor:
-        return x if self.weights is None else self.weights * x
-
-
-def _pulled(problem: Any, own: Rows, y: Tensor, z: Tensor) -> _Pulled:
-    image, along = own.A.matvec(torch.cat([own.lift(y), own.lift(z)], -2)).chunk(2, -2)
-    b, weights = problem.given_sides(problem.sides)
+def _images(own: Rows, y: Tensor, z: Tensor, b: Tensor, weights: Tensor | None) -> Images:
+    image, along = own.A.matvec(torch.cat([y, z], -2)).chunk(2, -2)
     weights = None if weights is None else weights.reshape(image.shape)
-    return _Pulled(image - b.reshape(image.shape), along, weights)
+    return Images(image - b.reshape(image.shape), along, weights)
 
 
 def _solved(curvature: Product, given: Incoming, border: Tensor, right: Tensor) -> Solved:

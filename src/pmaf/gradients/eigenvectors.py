@@ -19,7 +19,6 @@ together: `[[λI − A, y], [yᵀ, 0]]ᵀ [w; ·] = [v; ∂L/∂λ]`, `∂L/∂A
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,32 +34,31 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.modes import plain, require_eager
-from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
+from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import complement_solve
 from pmaf.tangent.general import dominant_solve
-from pmaf.tangent.kept import Decomposition, Rate
-from pmaf.tangent.series import rate_of
 
 
 @dataclass(frozen=True)
-class _ShiftedSystem:
+class _ShiftedSystem(BorderedSystem):
     """Bordered systems of `Λ − ½(A + Aᵀ)`, coupled where eigenvalues are equal."""
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        kept, k = state.kept, y.shape[-2]
-        if not isinstance(kept, Decomposition):
-            z = complement_solve(tensors[0], state.shift, y, v, kept, state.gap)
-            return z if k == 1 else z + self._within(v, y, tensors, state)
-        rise = state.shift.unsqueeze(-1) - kept.values.unsqueeze(-2)
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        z = complement_solve(tensors[0], state.shift, y, v, state.kept, state.gap)
+        return z if y.shape[-2] == 1 else z + self._within(v, y, tensors, state)
+
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        (rows, values), k = state.kept, y.shape[-2]
+        rise = state.shift.unsqueeze(-1) - values.unsqueeze(-2)
         size = rise if k == 1 else rise.abs()  # no eigenvalue is above the largest
         equal = size <= merge_tolerance(v.dtype) * self.scale(tensors, state)
-        product = torch.bmm if v.dim() == kept.rows.dim() == 3 else torch.matmul
-        along = product(v, kept.rows.mT)
+        product = torch.bmm if v.dim() == rows.dim() == 3 else torch.matmul
+        along = product(v, rows.mT)
         if k > 1:
             # The requested vectors are the last.
             index = torch.arange(along.shape[-1], device=v.device)
             equal = equal | (unknown(along, v) & (index >= along.shape[-1] - k))
-        return product((along / rise).masked_fill(equal, 0), kept.rows)
+        return product((along / rise).masked_fill(equal, 0), rows)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """A mask `(*, k, k)` of the vectors in the border of each system; None for k = 1."""
@@ -90,10 +88,7 @@ class _ShiftedSystem:
 
     def scale(self, tensors: Tensors, state: State) -> Tensor:
         """The spectral norm `‖A‖`, `(*, 1, 1)`, which rounding of eigenvalues is relative to."""
-        kept = state.kept
-        if not isinstance(kept, Decomposition):
-            return largest_modulus(tensors[0], state.shift)
-        return torch.linalg.vector_norm(kept.values.unsqueeze(-2), math.inf, -1, keepdim=True)
+        return state.kept.size(lambda: largest_modulus(tensors[0], state.shift))
 
 
 def differences(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,8 +204,8 @@ class EigenConditions(NamedTuple):
         simple, there is no derivative, and zero is returned.
         """
         if plain(self.A) and not torch.is_grad_enabled():
-            kept, gap = self.state.kept, self.state.gap
-            rate = float(kept.ratio.amax()) if isinstance(kept, Rate) else rate_of(gap, self.values)
+            gap = self.state.gap
+            _, rate, _ = self.state.kept.for_products(gap, self.values)
             w = dominant_solve(self.A, self.values, self.y, v, self.d_values, gap, rate)
             if w is not None:
                 return w
@@ -394,10 +389,10 @@ def symmetric_newton(
     are those of the given matrices, so that further steps correct errors of `T`.
     """
     S, shift = symmetric_part(A), found.multiplier
-    if isinstance(found.kept, Decomposition):
-        values, vectors = found.kept.values, found.kept.rows.mT
-    else:
-        values, vectors = eigh(symmetric_part(fixed))
+    known = found.kept.decomposition
+    values, vectors = (
+        eigh(symmetric_part(fixed)) if known is None else (known.values, known.rows.mT)
+    )
     rise = shift.unsqueeze(-1) - values.unsqueeze(-2)
     scale = values.abs().amax(-1)[..., None, None]
     apart = rise.abs() > merge_tolerance(A.dtype) * scale
@@ -405,10 +400,22 @@ def symmetric_newton(
     # The vectors of a repeated eigenvalue move together: only their span has derivatives.
     linked = ~differences(shift, scale)[1]
     dual, back = pair
-    basis = back(vectors.mT)
+    return newton_in_basis(lambda y: y @ S, back(vectors.mT), inverse, linked, dual)
+
+
+def newton_in_basis(
+    product: _OfRows, basis: Tensor, inverse: Tensor, linked: Tensor, dual: _OfRows = _itself
+) -> _OfRows:
+    """Newton's step for eigenvectors as rows, where the fixed problem has eigenvectors `basis`.
+
+    Args:
+        product: rows times the matrix.
+        inverse: `1/(λⱼ − λᵢ)` for each row and each vector of the basis, or zero.
+        linked: which vectors move together.
+    """
 
     def step(y: Tensor) -> Tensor:
-        image = y @ S
+        image = product(y)
         rest = image - torch.where(linked, image @ y.mT, 0) @ dual(y)
         y = y + ((rest @ basis.mT) * inverse) @ basis
         # Newton's step towards orthonormal rows, whose error is the square of the last step.

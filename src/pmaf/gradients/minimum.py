@@ -6,10 +6,6 @@ matrix `∇²f + μI`, an incoming gradient `v` requires the solution `z` of
     P H P z = P v,   yᵀz = 0,   P = I − yyᵀ,
 
 and the gradient of each input is that of `zᵀ force(y)`, with `y` and `z` fixed.
-
-For least squares, with `r = Ay − b`, the gradient of `A` is a sum of two rank-one terms:
-
-    ∂L/∂b = A z,   ∂L/∂A = −(r zᵀ + (A z) yᵀ).
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from pmaf.gradients.base import Gradient, contract
+from pmaf.gradients.base import Gradient, Images, contract
 from pmaf.gradients.implicit import Implicit
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.gram import promoted, singular_spectrum
@@ -31,26 +27,35 @@ from pmaf.linalg.roundings import merge_tolerance, merged, noise_tolerance
 from pmaf.runtime.modes import require_eager
 from pmaf.tangent.basis import solve_in_basis
 from pmaf.tangent.bordered import BorderedSystem, State, Tensors, tangent_solve
-from pmaf.tangent.factor import factored_solve, gram_product
-from pmaf.tangent.kept import Basis, Factor
+from pmaf.tangent.factor import factored_solve, gap_above, gram_product
+from pmaf.tangent.kept import Basis
+
+
+class _MinimumSystem(BorderedSystem):
+    """Bordered systems of one row."""
+
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        def product(z: Tensor) -> Tensor:
+            return self.product(z, tensors, state.shift)
+
+        basis: Any = state.kept
+        refined = None if self.is_exact(tensors, basis) else product
+        return solve_in_basis(basis, state.gap, y.squeeze(-2), v, refined)
+
+    def is_exact(self, tensors: Tensors, basis: Basis) -> bool:
+        """Whether a solution in the basis has all digits of the tensors."""
+        return False
 
 
 @dataclass(frozen=True)
-class DeclaredSystem:
+class DeclaredSystem(_MinimumSystem):
     """Bordered systems of `∇²f + μI` for a problem that declares its curvature."""
 
     problem: Any  # without its tensors
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        shift, gap, kept = state
-        if not isinstance(kept, Basis):
-            kept, gap = self._decomposed(tensors, shift.squeeze(-1))
-        return solve_in_basis(
-            kept, gap, y.squeeze(-2), v, lambda z: self.product(z, tensors, shift)
-        )
-
-    def linked(self, tensors: Tensors, state: State) -> Tensor | None:
-        return None  # there is one row
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        basis, gap = self._decomposed(tensors, state.shift.squeeze(-1))
+        return self.solve_in_basis(v, y, tensors, State(state.shift, gap, basis))
 
     def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         return self.problem.with_tensors(*tensors).curvature(z) + shift.unsqueeze(-1) * z
@@ -74,23 +79,28 @@ class DeclaredSystem:
         return Basis(vectors.mT, spread), gap
 
 
-@dataclass(frozen=True)
-class GramSystem:
+class GramSystem(_MinimumSystem):
     """Bordered systems of `AᵀA + μI`, solved with the basis or factor of the forward pass."""
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        A, shift, y = tensors[0], state.shift.squeeze(-1), y.squeeze(-2)
-        kept, gap = state.kept, state.gap
-        if isinstance(kept, Factor):
-            return factored_solve(A, shift, gap, kept.lower, y, v)
-        if not isinstance(kept, Basis):
-            return _decomposed(A, shift, y, v)
-        exact = promoted(A.dtype, kept.rows.shape[-2], A.device)
-        product = None if exact else lambda z: gram_product(A, shift, z)
-        return solve_in_basis(kept, gap, y, v, product)
+    def is_exact(self, tensors: Tensors, basis: Basis) -> bool:
+        A = tensors[0]
+        return promoted(A.dtype, basis.rows.shape[-2], A.device)
 
-    def linked(self, tensors: Tensors, state: State) -> Tensor | None:
-        return None  # there is one row
+    def solve_factored(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        shift, (lower,) = state.shift.squeeze(-1), state.kept
+        return factored_solve(tensors[0], shift, state.gap, lower, y.squeeze(-2), v)
+
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        """By singular values of `A` in float64; in `AᵀA` the small ones are rounding."""
+        dtype, A, shift = v.dtype, tensors[0], state.shift
+        if v.device.type != "mps":  # has no float64
+            A, shift, y, v = (x.double() for x in (A, shift, y, v))
+        spectrum, _, _ = singular_spectrum(A)
+        multiplier = shift.squeeze(-1)
+        # The gap has the errors of the multiplier and of the squared singular values.
+        gap = gap_above(spectrum, multiplier, noise_tolerance(dtype) * multiplier.abs())
+        basis = Basis(spectrum.basis, spectrum.spread)
+        return self.solve_in_basis(v, y, (A,), State(shift, gap, basis)).to(dtype)
 
     def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         return gram_product(tensors[0], shift.squeeze(-1), z)
@@ -101,23 +111,6 @@ class GramSystem:
         A, w_row, z_row = tensors[0], w.squeeze(-2), z.squeeze(-2)
         images = matvec(A, w_row), matvec(A, z_row)
         return (outer_sum(images, (z_row, w_row), A.shape),), (w * z).sum(-1)
-
-
-def _decomposed(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """`z` where the forward pass, by products, kept neither a basis nor a factor.
-
-    The singular values of `A` are computed in float64; in `AᵀA` the small ones are rounding.
-    """
-    dtype = v.dtype
-    if v.device.type != "mps":  # has no float64
-        A, shift, y, v = (x.double() for x in (A, shift, y, v))
-    spectrum, _, _ = singular_spectrum(A)
-    gap = shift + spectrum.floor
-    # The gap has the errors of the multiplier and of the squared singular values.
-    rounding = noise_tolerance(dtype) * shift.abs() + merge_tolerance(v.dtype) * spectrum.top
-    gap = torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
-    kept = Basis(spectrum.basis, spectrum.spread)
-    return solve_in_basis(kept, gap, y, v, lambda z: gram_product(A, shift, z)).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,11 +210,9 @@ class LeastSquaresConditions(MinimumConditions):
 
     def pullback(self, z: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         A = self.tensors[0]
-        image = matvec(A, z)
-        dA = None
-        if needs[0]:
-            dA = outer_sum((self.residual(), image), (-z, -self.y), A.shape)
-        return dA, image if needs[1] else None
+        images = Images(self.residual(), matvec(A, z), None)
+        dA = outer_sum(*images.of_matrix(self.y, z), shape=A.shape) if needs[0] else None
+        return dA, images.image if needs[1] else None
 
     def hessian(self) -> Tensor:
         A = self.tensors[0]

@@ -25,26 +25,32 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.gradients.base import Reverse
+from pmaf.gradients.eigenvectors import newton_in_basis
 from pmaf.linalg.products import norm
 from pmaf.linalg.singular import accuracy, nearest, rooted, singular_basis, weighted, weighted_gram
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
+from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import SingularBasis
 
 
 @dataclass(frozen=True)
-class SingularSystem:
+class SingularSystem(BorderedSystem):
     """Bordered systems of `Λ − AᵀWA`, coupled where singular values are equal."""
 
     largest: bool
     single: bool  # whether the numbers of `A` are those of a float32 matrix
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        kept = state.kept
-        if isinstance(kept, SingularBasis):
-            return self._in_basis(v, state.shift, *kept)
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        rows, values = state.kept
+        first, second, top = state.shift.unsqueeze(-1), values.unsqueeze(-2), values[..., :1]
+        difference = first - second
+        equal = difference.abs() <= accuracy(top.dtype, self.single) * top.unsqueeze(-1)
+        rise = torch.where(equal, 1, difference * (first + second))
+        return ((v @ rows.mT) / rise).masked_fill(equal, 0) @ rows
+
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
         if self.single and compiled:
             return self.compiled(v, y, tensors, state.shift)
@@ -53,7 +59,8 @@ class SingularSystem:
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         if state.shift.shape[-1] == 1:
             return None
-        return self._equal(state.shift, state.shift, self._top(tensors, state))
+        top = state.kept.size(lambda: torch.linalg.matrix_norm(rooted(*tensors), keepdim=True))
+        return self._equal(state.shift, state.shift, top)
 
     def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         A, weights = (*tensors, None)[:2]
@@ -68,14 +75,10 @@ class SingularSystem:
         return found, w @ z.mT
 
     def _decomposed(self, v: Tensor, shift: Tensor, tensors: Tensors) -> Tensor:
-        rows, values = singular_basis(*tensors)
+        basis = SingularBasis(*singular_basis(*tensors))
         # Hooks on saved tensors may have left the shifts fewer digits than tell values apart.
-        return self._in_basis(v, nearest(shift, values), rows, values)
-
-    def _in_basis(self, v: Tensor, shift: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        rise = _rise(shift, values)
-        equal = self._equal(shift, values, values[..., :1].unsqueeze(-1))
-        return ((v @ rows.mT) / torch.where(equal, 1, rise)).masked_fill(equal, 0) @ rows
+        state = State(nearest(shift, basis.values), shift[..., 0], basis)
+        return self.solve_in_basis(v, v, tensors, state)
 
     def compiled(self, v: Tensor, y: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         """`z` by a factorisation of `AᵀWA` in float64, which has all digits of a float32 matrix."""
@@ -118,12 +121,6 @@ class SingularSystem:
         """Which singular values, `(*, k)` and `(*, p)`, are equal up to rounding of `top`."""
         difference = first.unsqueeze(-1) - second.unsqueeze(-2)
         return difference.abs() <= accuracy(top.dtype, self.single) * top
-
-    def _top(self, tensors: Tensors, state: State) -> Tensor:
-        """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
-        if isinstance(state.kept, SingularBasis):
-            return state.kept.values[..., :1].unsqueeze(-1)
-        return torch.linalg.matrix_norm(rooted(*tensors), keepdim=True)
 
 
 def _rise(first: Tensor, second: Tensor) -> Tensor:
@@ -193,8 +190,7 @@ def singular_newton(
     """Newton's step for right singular vectors as rows `(*, k, n)`, from a solution for `fixed`."""
     A, weights = (*tensors, None)[:2]
     assert A is not None
-    kept = found.kept
-    rows, spectrum = kept if isinstance(kept, SingularBasis) else singular_basis(*fixed)
+    rows, spectrum = found.kept.singular(lambda: singular_basis(*fixed))
     values, top = found.multiplier, spectrum[..., :1].unsqueeze(-1)
 
     def equal(others: Tensor) -> Tensor:
@@ -205,12 +201,4 @@ def singular_newton(
     inverse = (1 / torch.where(merged, 1, _rise(values, spectrum))).masked_fill(merged, 0)
     # The vectors of a repeated singular value move together: only their span has derivatives.
     linked = equal(values)
-
-    def step(y: Tensor) -> Tensor:
-        image = weighted(y @ A.mT, weights) @ A
-        rest = image - torch.where(linked, image @ y.mT, 0) @ y
-        y = y + ((rest @ rows.mT) * inverse) @ rows
-        # Newton's step towards orthonormal rows, whose error is the square of the last step.
-        return 1.5 * y - 0.5 * torch.where(linked, y @ y.mT, 0) @ y
-
-    return step
+    return newton_in_basis(lambda y: weighted(y @ A.mT, weights) @ A, rows, inverse, linked)

@@ -33,7 +33,7 @@ from pmaf.linalg.singular import accuracy, nearest, pair_basis
 from pmaf.runtime.constant import constant
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
-from pmaf.tangent.bordered import State, Tensors, coupled, tangent_solve
+from pmaf.tangent.bordered import BorderedSystem, State, Tensors, coupled, tangent_solve
 from pmaf.tangent.complement import COMPILED_ROWS
 from pmaf.tangent.kept import SingularBasis
 
@@ -56,53 +56,59 @@ def _times(z: Tensor, A: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _PairSystem:
+class _PairSystem(BorderedSystem):
     """Bordered systems of `Σ − J`, coupled where singular values are equal."""
 
     largest: bool
     single: bool  # whether the numbers of `A` are those of a float32 matrix
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        # Rounding along (u, −v) is divided by 2σ, and has to be cleared for the other requested
-        # vectors, too, where there is nothing but rounding: for a function of complex left vectors
-        # that does not depend on their phases, along (iu, −iv).
+    # Whether operations are linear in `v`, and carry its derivatives. `v` may be zero then, and its
+    # derivatives are not. So nothing in it counts as rounding.
+    linear: bool = False
+
+    def _clearing(self, v: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        """Takes out parts along `(u, −v)`, of other vectors where they are rounding."""
         mirrors = y[..., v.shape[-2] :, :]
-        return self._solve(v, y, tensors, state, unknown(v @ mirrors.mT, v))
+        zero = torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
+        if not self.linear:
+            # Rounding along (u, −v) is divided by 2σ, and has to be cleared for the other requested
+            # vectors, too, where there is nothing but rounding: for a function of complex left
+            # vectors that does not depend on their phases, along (iu, −iv).
+            zero = unknown(v @ mirrors.mT, v) | zero
+        return lambda x: x - torch.where(zero, x @ mirrors.mT, 0) @ mirrors
 
-    def linear_solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        """The same by operations that are linear in `v`, and carry its derivatives.
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        clear = self._clearing(v, y)
+        return clear(self._in_basis(tensors[0], clear(v), state.shift, *state.kept))
 
-        `v` may be zero here, and its derivatives are not. So nothing in it counts as rounding.
-        """
-        k = v.shape[-2]
-        none = torch.zeros((k, k), dtype=torch.bool, device=v.device)
-        return self._solve(v, y, tensors, state, none)
-
-    def _solve(
-        self, v: Tensor, y: Tensor, tensors: Tensors, state: State, rounding: Tensor
-    ) -> Tensor:
-        """`z`, without its part along `(u, −v)` of other vectors where that is rounding."""
-        (A,), kept = tensors, state.kept
-        mirrors = y[..., v.shape[-2] :, :]
-        zero = rounding | torch.eye(v.shape[-2], dtype=torch.bool, device=v.device)
-
-        def clear(x: Tensor) -> Tensor:
-            return x - torch.where(zero, x @ mirrors.mT, 0) @ mirrors
-
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        (A,), clear = tensors, self._clearing(v, y)
         v = clear(v)
-        compiled = A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A)
-        if self.single and compiled and not isinstance(kept, SingularBasis):
+        if self.single and A.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(A):
             return clear(self._compiled(A, v, y, state.shift))
-        if isinstance(kept, SingularBasis):
-            return clear(self._in_basis(A, v, state.shift, *kept))
         return clear(self._decomposed(A, v, state.shift))
+
+    def _in_basis(
+        self, A: Tensor, g: Tensor, shift: Tensor, rows: Tensor, values: Tensor
+    ) -> Tensor:
+        m, n = A.shape[-2:]
+        z = self._along(g, shift, rows, values, values[..., :1].unsqueeze(-1), m)
+        if m == n:
+            return z
+        # Left vectors beside the columns of A have the eigenvalue zero.
+        u = rows[..., :m]
+        left = g[..., :m]
+        rest = left - (left @ u.mT) @ u
+        zero = shift <= accuracy(g.dtype, self.single) * values[..., :1]
+        rest = (rest / torch.where(zero, 1, shift).unsqueeze(-1)).masked_fill(zero.unsqueeze(-1), 0)
+        return z + torch.cat([rest, torch.zeros_like(g[..., m:])], -1)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         values = state.shift
         k = values.shape[-1]
         if k == 1:
             return None
-        top = self._top(tensors[0], state)
+        top = state.kept.size(lambda: torch.linalg.matrix_norm(tensors[0], keepdim=True))
         itself = torch.eye(k, dtype=torch.bool, device=values.device)
         mirrored = self._equal(values, -values, top) | itself
         return torch.cat([self._equal(values, values, top), mirrored], -1)
@@ -120,31 +126,17 @@ class _PairSystem:
         # Hooks on saved tensors may have left the shifts fewer digits than tell values apart.
         return self._in_basis(A, g, nearest(shift, values), rows, values)
 
-    def _in_basis(
-        self, A: Tensor, g: Tensor, shift: Tensor, rows: Tensor, values: Tensor
-    ) -> Tensor:
-        m, n = A.shape[-2:]
-        z = self._along(g, shift, rows, values, values[..., :1].unsqueeze(-1), m)
-        if m == n:
-            return z
-        # Left vectors beside the columns of A have the eigenvalue zero.
-        u = rows[..., :m]
-        left = g[..., :m]
-        rest = left - (left @ u.mT) @ u
-        zero = shift <= accuracy(g.dtype, self.single) * values[..., :1]
-        rest = (rest / torch.where(zero, 1, shift).unsqueeze(-1)).masked_fill(zero.unsqueeze(-1), 0)
-        return z + torch.cat([rest, torch.zeros_like(g[..., m:])], -1)
-
     def _along(
         self, g: Tensor, shift: Tensor, rows: Tensor, values: Tensor, top: Tensor, m: int
     ) -> Tensor:
         """The part of `z` in the span of triplets `(u, v)` and `(u, −v)`."""
         u, v = halves(rows, m)
         a, b = g[..., :m] @ u.mT, g[..., m:] @ v.mT
-        same, opposite = (self._equal(shift, sign * values, top) for sign in (1, -1))
-        plus = (0.5 * (a + b) / torch.where(same, 1, _minus(shift, values))).masked_fill(same, 0)
-        total = torch.where(opposite, 1, _minus(shift, -values))
-        minus = (0.5 * (a - b) / total).masked_fill(opposite, 0)
+        difference, total = _minus(shift, values), _minus(shift, -values)
+        rounding = accuracy(top.dtype, self.single) * top
+        same, opposite = difference.abs() <= rounding, total.abs() <= rounding
+        plus = (0.5 * (a + b) / torch.where(same, 1, difference)).masked_fill(same, 0)
+        minus = (0.5 * (a - b) / torch.where(opposite, 1, total)).masked_fill(opposite, 0)
         return torch.cat([(plus + minus) @ u, (plus - minus) @ v], -1)
 
     def _compiled(self, A: Tensor, g: Tensor, y: Tensor, shift: Tensor) -> Tensor:
@@ -182,12 +174,6 @@ class _PairSystem:
 
     def _equal(self, first: Tensor, second: Tensor, top: Tensor) -> Tensor:
         return _minus(first, second).abs() <= accuracy(top.dtype, self.single) * top
-
-    def _top(self, A: Tensor, state: State) -> Tensor:
-        """The largest singular value, or the Frobenius norm if that is not known, `(*, 1, 1)`."""
-        if isinstance(state.kept, SingularBasis):
-            return state.kept.values[..., :1].unsqueeze(-1)
-        return torch.linalg.matrix_norm(A, keepdim=True)
 
 
 # Singular values below this, relative to the norm, are not found by `AᵀA` in float64.
@@ -234,8 +220,8 @@ def triplet_newton(
 ) -> Callable[[Tensor], Tensor]:
     """Newton's step for triplets as rows `(*, k, m + n)`, from a solution for `fixed`."""
     kept, m, k = found.kept, A.shape[-2], found.multiplier.shape[-1]
-    kept = kept if isinstance(kept, SingularBasis) else SingularBasis(*pair_basis(fixed))
-    system = _PairSystem(largest, single)
+    kept = SingularBasis(*kept.singular(lambda: pair_basis(fixed)))
+    system = _PairSystem(largest, single, linear=True)
     state = State(found.multiplier, found.gap, kept)
     border = _both(found.value, m)
     linked = system.linked((fixed,), state)
@@ -248,7 +234,7 @@ def triplet_newton(
         u, v = halves(y, m)
         within = u @ A @ v.mT
         rest = _times(y, A) - only_linked(0.5 * (within + within.mT)) @ y
-        moved = system.linear_solve(rest, border, (fixed,), state)
+        moved = kept.solve(system, rest, border, (fixed,), state)
         # Its value is rounding, divided by gaps. Only its derivatives are multiplied below.
         u, v = halves(y + (moved - constant(moved)), m)
         # Newton's step towards orthonormal rows, whose error is the square of the last step.

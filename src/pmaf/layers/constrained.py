@@ -13,10 +13,17 @@ from pmaf.autograd.forward_mode import STEPS
 from pmaf.certificate import certify_minimum_by_products
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, weighted_gradients
-from pmaf.gradients.constrained import Layout, Parts, acting, constrained_gradients, scaled, times
+from pmaf.gradients.constrained import (
+    CURVATURE,
+    Parts,
+    acting,
+    constrained_gradients,
+    scaled,
+    times,
+)
 from pmaf.layers.least_squares import SphereLeastSquares, normal_product
 from pmaf.linalg import sphere
-from pmaf.linalg.products import dot, matvec, norm, one_if_zero, rmatvec
+from pmaf.linalg.products import broadcast, dot, matvec, norm, one_if_zero, rmatvec
 from pmaf.linalg.roundings import ROUNDED, rank_tolerance
 from pmaf.operators import Operator
 from pmaf.operators.coordinates import WithRowFactors
@@ -32,6 +39,49 @@ from pmaf.solvers.exact import course_exactly, solve_exactly, solve_inside
 from pmaf.tangent.basis import TangentSolver
 from pmaf.tangent.kkt import Point, invert
 from pmaf.tangent.residuals import conjugate_residuals
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How `A` and `M` are stacked in a first tensor, and `b`, weights and radius in a second.
+
+    The first has the rows of `A` above those of `M`, or above the diagonal of `M`. The second,
+    `(*, p, m)`, has rows of `b`, of the weights, and of the radius, which is repeated.
+    """
+
+    weighted: bool
+    resized: bool  # whether there is a radius
+
+    def stack(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        A, M, b, weights, radius = parts
+        if M is not None:
+            batch = broadcast(A.shape[:-2], M.shape[:-2])
+            blocks = (x.expand(*batch, *x.shape[-2:]) for x in (A, M))
+            A = torch.cat([*blocks], -2)
+        rows = [b, weights, None if radius is None else radius.unsqueeze(-1)]
+        given = torch.broadcast_tensors(*(x for x in rows if x is not None))
+        return A, torch.stack(given, -2)
+
+    def split(self, first: Tensor, second: Tensor) -> Parts:
+        m = second.shape[-1]
+        A, M = first[..., :m, :], first[..., m:, :] if first.shape[-2] > m else None
+        weights = second[..., 1, :] if self.weighted else None
+        radius = second[..., -1, 0] if self.resized else None
+        return Parts(A, M, second[..., 0, :], weights, radius)
+
+    def gathered(self, found: Parts, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the two tensors from those of their parts."""
+        dA, dM, db, dw, d_radius = found
+        if dM is not None:
+            batch = first.shape[:-2]
+            dA = torch.cat([x.sum_to_size(*batch, *x.shape[-2:]) for x in (dA, dM)], -2)
+        rows = [db] if dw is None else [db, dw]
+        if self.resized:
+            assert d_radius is not None
+            # The radius is read from the first number of its row.
+            column = d_radius.unsqueeze(-1)
+            rows.append(torch.cat([column, torch.zeros_like(db[..., 1:])], -1))
+        return dA.sum_to_size(first.shape), torch.stack(rows, -2).sum_to_size(second.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +183,8 @@ class ConstrainedLeastSquares(Problem):
         return weighted_gradients(self, given, sphere.reaches(given.y) if self.ball else None)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
-        return constrained_gradients(self.layout, self.ball, given)
+        found = constrained_gradients(self.layout.split(*given.tensors), self.ball, given)
+        return self.layout.gathered(found, *given.tensors)
 
     @torch.no_grad()
     def certified(self, value: Tensor) -> Certificate:
@@ -150,20 +201,18 @@ class ConstrainedLeastSquares(Problem):
     def newton(
         self, fixed: Any, found: Outcome, solve: Callable[..., Outcome]
     ) -> Callable[[Tensor], Tensor]:
-        y, layout = found.value, self.layout
-        assert isinstance(self.A, Tensor)
-        tensors = self.A, self.sides
+        y, (A, M, _, weights, radius) = found.value, self.parts_of
+        tensors = A, M, weights
         acts = acting(y, found.multiplier, found.gap, self.ball)
         point = Point(found.multiplier, found.gap, *found.basis, acts)
         correct = TangentSolver(*found.basis, found.gap, y)
         mask, singular = acts.unsqueeze(-1), point.singular.unsqueeze(-1)
-        radius = self.parts_of.radius
 
         def least_norm(u: Tensor) -> Tensor:
             """A point of the range of the curvature, where minimisers of least norm are."""
 
             def image(x: Tensor) -> Tensor:
-                return layout.unmetric(layout.product(x, tensors), tensors)
+                return CURVATURE.unmetric(CURVATURE.product(x, tensors), tensors)
 
             x = invert(point, u)
             for _ in range(STEPS):
@@ -171,13 +220,13 @@ class ConstrainedLeastSquares(Problem):
             return image(x)
 
         def step(u: Tensor) -> Tensor:
-            force = self.force(u, *tensors)
+            force = self.force(u, *self.tensors)
             # A division by a length of zero has no derivative.
             safe = torch.where(mask, u, torch.ones_like(u))
-            image = layout.metric(safe, tensors)
+            image = CURVATURE.metric(safe, tensors)
             normal = dot(safe, force) / dot(safe, image)
             outside = safe + correct(sphere.tangent(y, force - normal.unsqueeze(-1) * image))
-            length = dot(outside, layout.metric(outside, tensors)).sqrt()
+            length = dot(outside, CURVATURE.metric(outside, tensors)).sqrt()
             length = length if radius is None else length / radius
             outside = outside / length.unsqueeze(-1)
             if not self.ball:

@@ -44,7 +44,7 @@ from pmaf.solvers import Adaptive, Krylov, Reduction, Solver
 from pmaf.solvers.auto import DENSE, EIGENVECTORS, Line, chosen
 from pmaf.solvers.base import Course, Eigenvectors, Outcome
 from pmaf.tangent.complement import COMPILED_ROWS
-from pmaf.tangent.kept import NOTHING, Decomposition, Kept, Nothing, Tridiagonal
+from pmaf.tangent.kept import NOTHING, Kept
 
 
 class Eigenpairs(NamedTuple):
@@ -336,13 +336,13 @@ class PrincipalEigenvectors(Problem):
     ) -> bool:
         (A,) = tensors
         small = A.shape[-1] <= COMPILED_ROWS and self.width <= COMPILED_VECTORS
-        free = isinstance(kept, Nothing)
-        return free and small and self.symmetric and native.takes_eigenvectors(A)
+        return not kept and small and self.symmetric and native.takes_eigenvectors(A)
 
     def first_gradients(
         self,
-        tensors: tuple[Tensor, ...],
+        tensors: Sequence[Tensor],
         y: Tensor,
+        multiplier: Tensor,
         kept: Kept,
         v: Tensor | None,
         d_multiplier: Tensor | None,
@@ -350,10 +350,7 @@ class PrincipalEigenvectors(Problem):
     ) -> native.Gradients:
         took("tangent: compiled")
         k = (self.k or 1) + self.skip
-        reduction = kept.numbers if isinstance(kept, Tridiagonal) else None
-        return native.eigenvector_gradient(
-            tensors[0], y, k, v, d_multiplier, self.largest, reduction
-        )
+        return native.eigenvector_gradient(tensors[0], y, k, v, d_multiplier, self.largest)
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -420,8 +417,8 @@ class PrincipalEigenvectors(Problem):
             raise
         # LAPACK returns nan for a matrix with infinite entries or overflowing sums. Where a matrix
         # splits into blocks, the requested eigenvalue may be finite beside one that is nan.
-        kept = outcome.kept
-        total = (kept.values if isinstance(kept, Decomposition) else outcome.multiplier).sum()
+        known = outcome.kept.decomposition
+        total = (outcome.multiplier if known is None else known.values).sum()
         if not math.isfinite(float(total.detach() if total.requires_grad else total)):
             blame_range(A)
         return outcome
@@ -506,12 +503,8 @@ def in_pairs(outcome: Outcome, width: int) -> Outcome:
     Args:
         width: how many rows are wanted; there may be one alone, which gives the other.
     """
-    rows, values, kept = outcome.value, outcome.multiplier, outcome.kept
-    if isinstance(kept, Decomposition):
-        # Rounding separates equal eigenvalues; with their mean, they are exactly equal again.
-        equal = means(kept.values).repeat_interleave(2, -1)
-        kept = Decomposition(kept.rows, equal)
-        values = equal.flip(-1)[..., :width]
+    rows, (kept, values) = outcome.value, outcome.kept.in_pairs(outcome.multiplier)
+    values = values[..., :width]
     if rows.shape[-2] == 1:
         y, values = complex_rows(rows), values[..., :1]
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
-from pmaf.autograd.entries import entries
+from pmaf.autograd.image import entries
 from pmaf.executors.direct import Direct
 from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
 from pmaf.gradients import Gradient, Implicit, Unroll

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pmaf import errors, native
 from pmaf.certificate import certify_minimum, certify_minimum_by_products
+from pmaf.executors.least_squares import CompiledLeastSquares
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, least_squares_gradients
 from pmaf.gradients.constrained import compiled_gradients, scaled, times
@@ -23,7 +24,6 @@ from pmaf.operators.base import Operator, multiply
 from pmaf.problem import Problem
 from pmaf.reductions.sphere import column, in_range
 from pmaf.runtime import ranks
-from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.solution import Certificate
 from pmaf.solvers.auto import LEAST_SQUARES, SECULAR, Line, chosen
@@ -180,7 +180,7 @@ class SphereLeastSquares(Problem):
     ) -> bool:
         A, b = tensors
         alike = A.shape[:-2] == b.shape[:-1]
-        return isinstance(kept, Exact) and d_multiplier is None and alike
+        return kept.compiled and d_multiplier is None and alike
 
     def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
         if kind is not Exact:
@@ -189,23 +189,10 @@ class SphereLeastSquares(Problem):
         found = native.least_squares(A, b.expand(*A.shape[:-1]))
         return Exact(found.multiplier, found.numbers)
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Kept,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        assert isinstance(kept, Exact)
-        assert v is not None
-        took("tangent: compiled")
-        A, b = tensors
-        return native.least_squares_gradient(A, b, y, v, *kept, needs)
+    first_gradients = CompiledLeastSquares.differentiate
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
-        if isinstance(given.state.kept, Exact):
+        if given.state.kept.compiled:
             return self._other_gradients(given)
         if isinstance(given.rule, Implicit):
             A, b = given.tensors

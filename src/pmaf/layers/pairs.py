@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.certificate import certify_eigenvectors_by_products
+from pmaf.executors.eigenvectors import CompiledPairs
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.by_products import Incoming, pair_gradients
 from pmaf.gradients.eigenvectors import (
@@ -59,7 +60,7 @@ from pmaf.solvers.auto import Line
 from pmaf.solvers.base import Course, Outcome
 from pmaf.solvers.krylov import Krylov, find_eigenvectors
 from pmaf.tangent.bordered import State
-from pmaf.tangent.kept import NOTHING, Congruence, Decomposition, Kept, Nothing, Reduced
+from pmaf.tangent.kept import NOTHING, Congruence, Kept, Nothing, Reduced
 from pmaf.tangent.metric import Metric
 
 
@@ -102,8 +103,7 @@ class Pair(PrincipalEigenvectors):
         if found.value.requires_grad:  # the solver is differentiated, and nothing else
             return found._replace(value=root.back(found.value))
         found = self._refined(found, root, C)
-        kept = Congruence(root.inverse, C) if isinstance(found.kept, Nothing) else found.kept
-        return found._replace(kept=kept)
+        return found._replace(kept=found.kept or Congruence(root.inverse, C))
 
     def may_keep(self, solver: Solver) -> tuple[type[Kept], ...]:
         kinds = self._reduced().may_keep(solver)
@@ -115,8 +115,8 @@ class Pair(PrincipalEigenvectors):
         inverse = "the diagonal of M" if _is_diagonal(self.M) else "a Cholesky factor of M"
         first, then = self._reduced().course(solver)
         return Course(
-            f"{inverse} makes one matrix of the pair, then {first}, and Newton steps for the pair "
-            "where its residuals are above rounding",
+            f"{inverse} makes one matrix of the pair, then {first}, refined by Newton steps "
+            "where the residuals of the pair are above rounding",
             then,
         )
 
@@ -194,10 +194,8 @@ class Pair(PrincipalEigenvectors):
             values = torch.where(due, theirs, values)
             rows = torch.where(due.unsqueeze(-1), moved, rows)
         kept = found.kept
-        if isinstance(kept, Decomposition) and values is not first:
-            # The requested values are the last, and differ from those of C by its errors.
-            others = kept.values[..., : -values.shape[-1]]
-            kept = Decomposition(kept.rows, torch.cat([others, values.flip(-1)], -1))
+        if values is not first:
+            kept = kept.with_values(values)  # they differ from those of C by its errors
         converged = found.converged & (pair.skewness(rows) <= LOOSE)
         return found._replace(value=rows, multiplier=values, converged=converged, kept=kept)
 
@@ -227,28 +225,16 @@ class Pair(PrincipalEigenvectors):
     def is_differentiated(
         self, tensors: tuple[Tensor, ...], kept: Kept, d_multiplier: Tensor | None
     ) -> bool:
-        return isinstance(kept, Reduced)
+        return kept.compiled
 
     def kept_again(self, tensors: tuple[Tensor, ...], kind: type[Kept]) -> Kept:
         if kind is not Reduced:
             return super().kept_again(tensors, kind)
         A, M = (x.detach() for x in tensors)
         _, kept = native.largest_of_pair(A, M, self.k, self.largest, keep=True)
-        return kept or NOTHING
+        return Reduced(*kept) if kept else NOTHING
 
-    def first_gradients(
-        self,
-        tensors: tuple[Tensor, ...],
-        y: Tensor,
-        kept: Kept,
-        v: Tensor | None,
-        d_multiplier: Tensor | None,
-        needs: Sequence[bool],
-    ) -> native.Gradients:
-        assert isinstance(kept, Reduced)
-        took("pairs: compiled gradient")
-        dtype = tensors[0].dtype
-        return native.pair_gradients(kept, v, d_multiplier, dtype, self.largest, needs)
+    first_gradients = CompiledPairs.differentiate
 
     def gradients(self, given: Reverse) -> tuple[Tensor | None, ...]:
         given = given.as_rows() if self.single else given
@@ -262,14 +248,14 @@ class Pair(PrincipalEigenvectors):
         z, normal = along, None
         if v is not None:
             A, M = tensors
-            kept = state.kept
-            if isinstance(kept, (Congruence, Reduced)):
+            known = None if torch.is_grad_enabled() else state.kept.congruence
+            if state.kept.of_pair:
                 state = state._replace(kept=NOTHING)
-            if isinstance(kept, Congruence) and not torch.is_grad_enabled():
-                root, C = Root(kept.inverse, _is_diagonal(M)), kept.matrix
-            else:
+            if known is None:
                 root = self.root(M)
                 C = root.reduced(A)
+            else:
+                root, C = Root(known.inverse, _is_diagonal(M)), known.matrix
             pair = self.pencil(A, M)
             x = root.turned(pair.dual(y))
             # Products in the given variables have no rounding errors of the factor.

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pmaf import errors
 from pmaf.autograd.attach import solve_opaquely
@@ -23,7 +23,6 @@ from pmaf.autograd.spectral import (
     forward,
     outside,
 )
-from pmaf.autograd.traced import is_traced
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigh
@@ -32,8 +31,7 @@ from pmaf.linalg.embedding import complex_matrix, real_matrix
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import EQUAL, HALF, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
-from pmaf.operators import LowRank, Operator, as_operator
-from pmaf.operators.base import known_by_products
+from pmaf.operators import LowRank, Operator
 from pmaf.recipe import run
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
@@ -48,77 +46,11 @@ from pmaf.runtime.modes import (
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution
 from pmaf.solvers.auto import DENSE
-from pmaf.tangent.kept import Decomposition
 
 Function = str | Callable[[Tensor], Tensor]
-# The problem of these functions, which is made of them, and puts itself here for traces.
-PROBLEM: list[Any] = []
 
 
-@overload
-def spectral(
-    A: Tensor, function: Function, k: int | None = None, *, largest: bool = True
-) -> Tensor: ...
-
-
-@overload
-def spectral(
-    A: Operator, function: Function, k: int | None = None, *, largest: bool = True
-) -> LowRank: ...
-
-
-def spectral(
-    A: Tensor | Operator, function: Function, k: int | None = None, *, largest: bool = True
-) -> Tensor | LowRank:
-    """`V f(Λ) Vᵀ` of all eigenpairs of a symmetric matrix, or of the k top ones, differentiable.
-
-    Derivatives are exact where eigenvalues repeat, inside the group of the k eigenvalues and
-    outside. The group itself has to be apart from the other eigenvalues; where the k-th
-    eigenvalue equals the next, there is no derivative, and gradients are finite.
-
-    Args:
-        A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32. Its
-            symmetric part is used, and gradients are symmetric. Of complex64 or complex128 the
-            Hermitian part is used. Or, with k, a sparse tensor or an operator of
-            `pmaf.operators`.
-        function: "sqrt", "inverse", "inverse_sqrt", "log", "exp", "square", "identity", "one", or
-            a function from tensors to tensors of the same shape, element by element, that torch
-            can differentiate. Gradients reach the parameters of such a function.
-        k: how many eigenpairs; None for all.
-        largest: those of the largest eigenvalues, or of the smallest.
-
-    Returns:
-        `(*, n, n)`, symmetric or Hermitian; for an operator or a sparse tensor the same matrix as a
-        `pmaf.operators.LowRank`, which is not formed.
-
-    >>> import torch, pmaf
-    >>> pmaf.spectral(torch.diag(torch.tensor([9.0, 4.0, 4.0])), "sqrt", 1)
-    tensor([[3., 0., 0.],
-            [0., 0., 0.],
-            [0., 0., 0.]])
-    """
-    scalar = scalar_of(function)
-    if known_by_products(A):
-        return find_by_products(as_operator(A), scalar, k, largest)[0]
-    require_square(A, k)
-    assert isinstance(A, Tensor)
-    if not plain(A) and isinstance(function, str) and _is_whole(A):
-        return run(PROBLEM[0](A, function, k, largest), report=False).value
-    if ranks.is_spread(A):
-        parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
-        return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
-    if A.dtype in HALF:
-        return spectral(A.float(), function, k, largest=largest).to(A.dtype)
-    return _dense(A, MatrixFunction(scalar, None if k == A.shape[-1] else k, largest))
-
-
-def _is_whole(A: Tensor) -> bool:
-    """Whether one operator stands for the call in a trace, which differentiates it at most once."""
-    again = torch.compiler.is_compiling() and derivatives_around() > 0
-    return is_traced(A) and not again and not forward_mode(A)
-
-
-def _dense(A: Tensor, posed: MatrixFunction) -> Tensor:
+def function_of(A: Tensor, posed: MatrixFunction) -> Tensor:
     """The function of a tensor, real or complex."""
     if not A.is_complex():
         return _real(A, posed, 1)
@@ -150,10 +82,13 @@ def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
 
 
 def takes_group(A: Tensor, k: int | None) -> bool:
+    """Whether k eigenpairs are found by themselves, and their derivative by a linear system."""
+    return is_few(A, k) and plain(A) and not forward_mode(A)
+
+
+def is_few(A: Tensor, k: int | None) -> bool:
     """Whether k eigenpairs and a linear system are faster than a whole decomposition."""
-    n = A.shape[-1]
-    few = k is not None and k <= min(_GROUP_MOST, n // _GROUP_SHARE)
-    return few and plain(A) and not forward_mode(A)
+    return k is not None and k <= min(_GROUP_MOST, A.shape[-1] // _GROUP_SHARE)
 
 
 # The largest k, and the least n/k, for which this is so: `python benchmarks/spectral_group.py`.
@@ -169,8 +104,8 @@ def _group(A: Tensor, posed: MatrixFunction, copies: int) -> Group | tuple[Tenso
         found = find(problem, None, problem.choice().solver, False, False)
     except OutOfRangeError:  # a decomposition changes units
         return None
-    if isinstance(found.kept, Decomposition):
-        rows, values = found.kept
+    if found.kept.decomposition is not None:
+        rows, values = found.kept.decomposition
         return (values, rows.mT) if posed.largest else (-values.flip(-1), rows.flip(-2).mT)
     values = found.multiplier if posed.largest else -found.multiplier
     if scalar.domain != "any":
@@ -203,7 +138,7 @@ def find_by_products(
     rows = V.detach().mT
     # The eigenvalues as a matrix: where they repeat, only this one has a derivative.
     inside = rows.conj() @ image(A, rows).mT
-    C = _dense(inside, MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows)))
+    C = function_of(inside, MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows)))
     parts = V.mT, C @ V.mH
     return LowRank(*(ranks.replicate(x.to(dtype), mesh) for x in parts)), found
 
@@ -222,33 +157,6 @@ def size_of(A: Operator, rows: Tensor) -> Tensor:
             x = ranks.whole(A.matvec(x))
             length = norm(x)
     return length
-
-
-class Spectral(nn.Module):
-    """`pmaf.spectral` as a module; a function that is a module is a part of it.
-
-    >>> import torch, pmaf
-    >>> pmaf.Spectral("inverse_sqrt", k=3)
-    Spectral(function='inverse_sqrt', k=3, largest=True)
-    """
-
-    def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
-        super().__init__()
-        scalar_of(function)
-        errors.require_count("k", k)
-        self.function, self.k, self.largest = function, k, largest
-
-    def forward(self, A: Tensor) -> Tensor:
-        return spectral(A, self.function, self.k, largest=self.largest)
-
-    def __prepare_scriptable__(self) -> None:
-        errors.refuse_script(self)
-
-    def extra_repr(self) -> str:
-        names = ("k", "largest")
-        if not isinstance(self.function, nn.Module):
-            names = ("function", *names)
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def scalar_of(function: Function) -> Scalar:
@@ -296,13 +204,13 @@ def _decomposition(A: Tensor) -> tuple[Tensor, Tensor]:
     problem = PrincipalEigenvectors(fixed)
     solve = find_in_range if eager else solve_opaquely
     found = solve(problem, None, DENSE, False, False)
-    assert isinstance(found.kept, Decomposition)
-    return found.kept.values, found.kept.rows.mT
+    known: Any = found.kept.decomposition
+    return known.values, known.rows.mT
 
 
 def _check(posed: MatrixFunction, values: Tensor, found: Any) -> None:
     """The function is defined at the eigenvalues, and acts on each of them alone."""
-    scalar, x = posed.scalar, posed.group(values)
+    scalar, x = posed.scalar, posed.of_group(values)
     named = scalar.name in NAMED
     if not isinstance(found, Tensor) or found.shape != x.shape:
         got = errors.shape_of(found) if isinstance(found, Tensor) else type(found).__name__

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pmaf import errors, native
+from pmaf.autograd.traced import is_traced
 from pmaf.certificate import certify_function
 from pmaf.executors.base import BY_PRODUCTS, Account
 from pmaf.executors.direct import Ended
+from pmaf.executors.spectral import DIFFERENCES, WholeSpectrum
 from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.spectral import (
     COARSER,
-    PROBLEM,
     Function,
     find_by_products,
+    function_of,
+    is_few,
     require_few,
     require_square,
     scalar_of,
     size_of,
-    spectral,
     takes_group,
 )
 from pmaf.linalg.decompositions import eigenvalues
-from pmaf.linalg.divided_differences import NAMED
+from pmaf.linalg.divided_differences import NAMED, Scalar
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, one_if_zero
 from pmaf.linalg.roundings import HALF
@@ -35,14 +39,16 @@ from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.problem import Problem
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run
+from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Report, Tensors
+from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import full_precision
+from pmaf.runtime.modes import derivatives_around, forward_mode, full_precision, plain
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
-from pmaf.solvers import Solver
-from pmaf.tangent.kept import IN_WORDS, Decomposition
+from pmaf.solvers import Reduction, Solver
+from pmaf.solvers.auto import EIGENPAIRS, chosen
+from pmaf.tangent.kept import Decomposition
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +85,7 @@ class SpectralFunction(Problem):
     largest: bool = True
 
     inputs: ClassVar[dict[str, int]] = {"A": 2}
+    options = ("function", "k", "largest")
     compared: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -133,7 +140,7 @@ class SpectralFunction(Problem):
         fixed = A.detach()
         fixed = fixed.float() if fixed.dtype in HALF else fixed
         fixed, F = 0.5 * (fixed + fixed.mH), value.detach().to(fixed)
-        values = eigenvalues(fixed).flip(-1)
+        values = _eigenvalues(fixed).flip(-1)
         n = values.shape[-1]
         blank = torch.zeros_like(values[..., 0])
         gap = torch.full_like(blank, torch.inf)
@@ -174,7 +181,7 @@ class SpectralFunction(Problem):
 
         def of_group(values: Tensor) -> tuple[Tensor, Tensor]:
             rounding = posed.rounding(values.to(dtype)).to(values)
-            x = scalar.settled(posed.group(values), rounding)
+            x = scalar.settled(posed.of_group(values), rounding)
             # A function may have parameters of the dtype of the matrix.
             x = x if scalar.name in NAMED else x.to(dtype)
             return scalar.derivative(x, 0).to(values), rounding
@@ -209,6 +216,15 @@ class SpectralFunction(Problem):
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 
 
+def _eigenvalues(A: Tensor) -> Tensor:
+    """All eigenvalues of Hermitian matrices in ascending order."""
+    if isinstance(chosen(EIGENPAIRS, SpectralFunction(A, "one")).solver, Reduction) and plain(A):
+        values, _, failed = native.largest_pairs(A, A.shape[-1], largest=False)
+        if failed is None:
+            return values
+    return eigenvalues(A)
+
+
 class FunctionOfSpectrum:
     """The one way to a function of the spectrum, at the end of its recipe."""
 
@@ -222,6 +238,9 @@ class FunctionOfSpectrum:
             _, solver, why = PrincipalEigenvectors(A, k).choice()
             how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
+        compiled = _compiled_way(self.problem.changed(A=A), None)
+        if compiled is not None:
+            return compiled.account({"A": A})
         complexes, n = A.is_complex(), A.shape[-1]
         k = None if k == n else k
         copies, words = (2, " of the real embedding, twice the size") if complexes else (1, "")
@@ -231,14 +250,14 @@ class FunctionOfSpectrum:
             like = like.expand(*A.shape[:-2], 2 * n, 2 * n)
             k = None if k is None else 2 * k
         whole = f"decomposition{words}"
-        derivative = f"{IMPLICIT!r}: divided differences of the function"
+        derivative = DIFFERENCES
         if not takes_group(like, k):
             why = "all eigenpairs are asked for, or so many that a decomposition finds them faster"
-            return Account(whole, why, IN_WORDS[Decomposition], derivative)
+            return Account(whole, why, Decomposition.words, derivative)
         problem = PrincipalEigenvectors(like, k, copies=copies)
         _, solver, why = problem.choice()
         first, then = problem.course(solver)
-        kinds = dict.fromkeys(IN_WORDS[kind] for kind in problem.may_keep(solver))
+        kinds = dict.fromkeys(kind.words for kind in problem.may_keep(solver))
         return Account(
             f"{abbreviated(solver)}: {first}, for {group}{words}",
             why,
@@ -262,8 +281,134 @@ def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: An
     return Recipe((), FunctionOfSpectrum(problem.bare()))
 
 
-register(SpectralFunction, _way, lambda problem: ([], problem.bare()))
-PROBLEM.append(SpectralFunction)
+def _compiled_way(posed: SpectralFunction, init: Any) -> Recipe | None:
+    """The recipe of a named function of a dense matrix all of whose eigenpairs are found."""
+    A, name = posed.A, posed.function
+    assert isinstance(A, Tensor)
+    if A.numel() == 0 or not isinstance(name, str):
+        return None
+    steps = of_short(A.dtype)
+    dtype = torch.float32 if steps else A.dtype
+    function = _posed(NAMED[name], posed.k, posed.largest, A.shape[-1])
+    line = chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
+    kernels = isinstance(line.solver, Reduction)
+    if not kernels and (dtype.is_complex or is_few(A, function.k)):
+        return None
+    common = functools.partial(function_of, posed=function)
+    bare = posed.bare()
+    return Recipe(
+        tuple(steps), WholeSpectrum(bare, function, A.shape, dtype, kernels, line.reason, common)
+    )
+
+
+register(SpectralFunction, _way, lambda problem: ([], problem.bare()), _compiled_way)
+
+
+@overload
+def spectral(
+    A: Tensor, function: Function, k: int | None = None, *, largest: bool = True
+) -> Tensor: ...
+
+
+@overload
+def spectral(
+    A: Operator, function: Function, k: int | None = None, *, largest: bool = True
+) -> LowRank: ...
+
+
+def spectral(
+    A: Tensor | Operator, function: Function, k: int | None = None, *, largest: bool = True
+) -> Tensor | LowRank:
+    """`V f(Λ) Vᵀ` of all eigenpairs of a symmetric matrix, or of the k top ones, differentiable.
+
+    Derivatives are exact where eigenvalues repeat, inside the group of the k eigenvalues and
+    outside. The group itself has to be apart from the other eigenvalues; where the k-th
+    eigenvalue equals the next, there is no derivative, and gradients are finite.
+
+    Args:
+        A: `(*, n, n)`, of float32 or float64; float16 and bfloat16 are computed in float32. Its
+            symmetric part is used, and gradients are symmetric. Of complex64 or complex128 the
+            Hermitian part is used. Or, with k, a sparse tensor or an operator of
+            `pmaf.operators`.
+        function: "sqrt", "inverse", "inverse_sqrt", "log", "exp", "square", "identity", "one", or
+            a function from tensors to tensors of the same shape, element by element, that torch
+            can differentiate. Gradients reach the parameters of such a function.
+        k: how many eigenpairs; None for all.
+        largest: those of the largest eigenvalues, or of the smallest.
+
+    Returns:
+        `(*, n, n)`, symmetric or Hermitian; for an operator or a sparse tensor the same matrix as a
+        `pmaf.operators.LowRank`, which is not formed.
+
+    >>> import torch, pmaf
+    >>> pmaf.spectral(torch.diag(torch.tensor([9.0, 4.0, 4.0])), "sqrt", 1)
+    tensor([[3., 0., 0.],
+            [0., 0., 0.],
+            [0., 0., 0.]])
+    """
+    # A function may close over tensors, which no cache may hold.
+    if isinstance(function, str):
+        given = {"A": A, "init": None}
+        recipe = short_recipe(SpectralFunction, given, (function, k, largest), None, None)
+        found = None if recipe is None else recipe.run(given)
+        if found is not None:
+            return found[0]
+    return _commonly(A, function, k, largest)
+
+
+def _commonly(
+    A: Tensor | Operator, function: Function, k: int | None, largest: bool
+) -> Tensor | LowRank:
+    scalar = scalar_of(function)
+    if known_by_products(A):
+        return find_by_products(as_operator(A), scalar, k, largest)[0]
+    require_square(A, k)
+    assert isinstance(A, Tensor)
+    if not plain(A) and isinstance(function, str) and _is_whole(A):
+        return run(SpectralFunction(A, function, k, largest), report=False).value
+    if ranks.is_spread(A):
+        parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
+        return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
+    if A.dtype in HALF:
+        return spectral(A.float(), function, k, largest=largest).to(A.dtype)
+    return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
+
+
+def _is_whole(A: Tensor) -> bool:
+    """Whether one operator stands for the call in a trace, which differentiates it at most once."""
+    again = torch.compiler.is_compiling() and derivatives_around() > 0
+    return is_traced(A) and not again and not forward_mode(A)
+
+
+def _posed(scalar: Scalar, k: int | None, largest: bool, n: int) -> MatrixFunction:
+    return MatrixFunction(scalar, None if k == n else k, largest)
+
+
+class Spectral(nn.Module):
+    """`pmaf.spectral` as a module; a function that is a module is a part of it.
+
+    >>> import torch, pmaf
+    >>> pmaf.Spectral("inverse_sqrt", k=3)
+    Spectral(function='inverse_sqrt', k=3, largest=True)
+    """
+
+    def __init__(self, function: Function, k: int | None = None, *, largest: bool = True) -> None:
+        super().__init__()
+        scalar_of(function)
+        errors.require_count("k", k)
+        self.function, self.k, self.largest = function, k, largest
+
+    def forward(self, A: Tensor) -> Tensor:
+        return spectral(A, self.function, self.k, largest=self.largest)
+
+    def __prepare_scriptable__(self) -> None:
+        errors.refuse_script(self)
+
+    def extra_repr(self) -> str:
+        names = ("k", "largest")
+        if not isinstance(self.function, nn.Module):
+            names = ("function", *names)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def _fixed(A: Operator) -> Operator:

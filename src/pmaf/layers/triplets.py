@@ -48,7 +48,7 @@ from pmaf.runtime.text import abbreviated
 from pmaf.solution import PAGE
 from pmaf.solvers import Auto, Solver
 from pmaf.solvers.base import Outcome, Triplets
-from pmaf.tangent.kept import IN_WORDS, Nothing
+from pmaf.tangent.kept import NOTHING
 from pmaf.tangent.residuals import WORTH
 
 
@@ -173,7 +173,7 @@ class TripletsByProducts:
             f"{abbreviated(solver)}: products with A, which find right vectors of AᵀA; a small "
             "decomposition of their images finds left ones",
             why,
-            IN_WORDS[Nothing],
+            NOTHING.words,
             f"{IMPLICIT!r}: {BY_PRODUCTS}",
             ("a search for left vectors, where singular values are nearly zero",),
         )

@@ -37,13 +37,9 @@ class MatrixFunction:
     # (*, 1), the norm of the matrix, where the eigenvalues are not all that it has.
     size: Tensor | float = 0.0
 
-    def group(self, values: Tensor) -> Tensor:
-        """The eigenvalues of the group, `(*, k)`."""
-        return self._of_group(values)
-
     def arguments(self, values: Tensor) -> Tensor:
         """The eigenvalues of the group, as the scalar function takes them."""
-        return self.scalar.settled(self.group(values), self.rounding(values))
+        return self.scalar.settled(self.of_group(values), self.rounding(values))
 
     def rounding(self, values: Tensor) -> Tensor:
         """The distance of eigenvalues that count as equal, `(*, 1)`."""
@@ -52,23 +48,23 @@ class MatrixFunction:
 
     def value(self, values: Tensor, vectors: Tensor) -> Tensor:
         """`V f(Λ) Vᵀ`."""
-        V = self._of_group(vectors)
-        return (V * self.scalar.derivative(self.arguments(values), 0).unsqueeze(-2)) @ V.mT
+        V = self.of_group(vectors)
+        return (V * self.scalar.derivative(self.arguments(values), 0).unsqueeze(-2)) @ V.mH
 
     def first(self, values: Tensor, vectors: Tensor, direction: Tensor) -> Tensor:
         """The first derivative; its symmetric part, to be exact."""
-        V = self._of_group(vectors)
+        V = self.of_group(vectors)
         x = self.arguments(values)
-        inner = self.inner(x, V.mT @ direction @ V)
+        inner = self.inner(x, V.mH @ direction @ V)
         if self.k is None:
-            return V @ inner @ V.mT
+            return V @ inner @ V.mH
         rest, others = self._of_rest(values), self._of_rest(vectors)
-        gap = self.group(values).unsqueeze(-1) - rest.unsqueeze(-2)
+        gap = self.of_group(values).unsqueeze(-1) - rest.unsqueeze(-2)
         apart = gap.abs() > self.rounding(values).unsqueeze(-1)
         scale = self.scalar.derivative(self.arguments(values), 0).unsqueeze(-1)
-        outer = scale * torch.where(apart, (V.mT @ direction @ others) / _or_one(gap, apart), 0)
-        # The transpose of the second part is left out, so that the part is doubled.
-        return V @ (inner @ V.mT + 2 * outer @ others.mT)
+        outer = scale * torch.where(apart, (V.mH @ direction @ others) / _or_one(gap, apart), 0)
+        # The adjoint of the second part is left out, so that the part is doubled.
+        return V @ (inner @ V.mH + 2 * outer @ others.mH)
 
     def inner(self, x: Tensor, direction: Tensor) -> Tensor:
         """The first derivative inside the group, in its eigenbasis, at the arguments `x`."""
@@ -137,7 +133,8 @@ class MatrixFunction:
         points = torch.minimum(left, right), torch.maximum(left, right)
         return divided_difference(self.scalar, points)
 
-    def _of_group(self, x: Tensor) -> Tensor:
+    def of_group(self, x: Tensor) -> Tensor:
+        """What belongs to the eigenvalues of the group, in the last dimension of `x`."""
         if self.k is None:
             return x
         return x[..., x.shape[-1] - self.k :] if self.largest else x[..., : self.k]

@@ -6,6 +6,8 @@ matrix-vector products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -84,7 +86,7 @@ def broadcast(first: torch.Size, *others: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
-def outer_sum(lefts: tuple[Tensor, ...], rights: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def outer_sum(lefts: Sequence[Tensor], rights: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """`Σ left rightᵀ`, summed over whatever batch dimensions `shape` does not have.
 
     All terms are one product, so that a rank-two gradient is written to memory once.
@@ -109,12 +111,12 @@ def frobenius(A: Tensor) -> Tensor:
 
 
 def symmetric_part(A: Tensor) -> Tensor:
-    """`½(A + Aᵀ)`, exactly `A` if that is symmetric.
+    """`½(A + Aᴴ)`, exactly `A` if that is symmetric, or Hermitian.
 
     This is a sum and not an interpolation, whose difference would lose digits or overflow for
     entries of opposite signs.
     """
-    return 0.5 * (A + A.mT)
+    return 0.5 * (A + A.mH)
 
 
 def solve_factored(factor: Tensor, rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,28 +25,48 @@ from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import ROUNDED, merge_tolerance
 
 # The version of the functions in `kernels/library.cpp`.
-_VERSION = 9
+_VERSION = 10
 # Each is given a structure (`kernels/api.hpp`): first so many addresses, the last of which is that
-# of `failed`, and the number of threads.
+# of `failed`, and the number of threads; then sizes and options, which many calls have in common:
+# the types of these fields.
 _FUNCTIONS = {
-    "pmaf_forward": 9,
-    "pmaf_backward": 12,
-    "pmaf_less_forward": 7,
-    "pmaf_less_backward": 9,
-    "pmaf_unit_forward": 14,
-    "pmaf_unit_backward": 16,
-    "pmaf_posed_forward": 11,
-    "pmaf_posed_backward": 8,
+    "pmaf_forward": (9, "liiidPddd"),
+    "pmaf_backward": (12, "liiiidd"),
+    "pmaf_less_forward": (7, "liiP"),
+    "pmaf_less_backward": (9, "lii"),
+    "pmaf_unit_forward": (14, "liiiiiiid"),
+    "pmaf_unit_backward": (16, "liiiii"),
+    "pmaf_posed_forward": (11, "liiiiiiiidd"),
+    "pmaf_posed_backward": (8, "liiiiii"),
 }
-# Then sizes and options, which many calls have in common: the types of these fields.
-_FORWARD_SIZES = struct.Struct("liiidPddd").pack
-_BACKWARD_SIZES = struct.Struct("liiiidd").pack
-_LESS_SIZES = struct.Struct("liiP").pack
-_LESS_BACKWARD_SIZES = struct.Struct("lii").pack
-_UNIT_SIZES = struct.Struct("liiiiiiid").pack
-_UNIT_BACKWARD_SIZES = struct.Struct("liiiii").pack
-_POSED_SIZES = struct.Struct("liiiiiiiidd").pack
-_POSED_BACKWARD_SIZES = struct.Struct("liiiiii").pack
+(
+    _FORWARD_SIZES,
+    _BACKWARD_SIZES,
+    _LESS_SIZES,
+    _LESS_BACKWARD_SIZES,
+    _UNIT_SIZES,
+    _UNIT_BACKWARD_SIZES,
+    _POSED_SIZES,
+    _POSED_BACKWARD_SIZES,
+) = (struct.Struct(sizes).pack for _, sizes in _FUNCTIONS.values())
+
+
+def _structures() -> str:
+    """The structures as Python packs them, in the words of `pmaf_structures`.
+
+    A line has the name of a function, each type and where it is, and the size of the structure.
+    """
+    lines = []
+    for name, (addresses, sizes) in _FUNCTIONS.items():
+        types = "P" * addresses + "l" + sizes
+        size = struct.calcsize(f"{addresses}Pl") + struct.calcsize(sizes)
+        # A field ends where the format up to it does.
+        places = [struct.calcsize(types[: i + 1]) - struct.calcsize(x) for i, x in enumerate(types)]
+        fields = (f"{x}{place}" for x, place in zip(types, places))
+        # A structure ends at a multiple of its alignment, which is that of an address.
+        whole = -(-size // struct.calcsize("P")) * struct.calcsize("P")
+        lines.append(f"{name} {' '.join(fields)} {whole}\n")
+    return "".join(lines)
 
 
 def _load() -> tuple[Any, str]:
@@ -66,13 +87,22 @@ def _load() -> tuple[Any, str]:
         return None, f"{path} cannot be loaded: {error}"
     if version != _VERSION:
         return None, f"{path} is of another version of pmaf; install pmaf again"
-    library.pmaf_choose.restype = ctypes.c_char_p
+    for name in ("structures", "choose", "sets"):
+        getattr(library, f"pmaf_{name}").restype = ctypes.c_char_p
+    theirs, ours = library.pmaf_structures().decode().splitlines(), _structures().splitlines()
+    if differ := [b.split()[0] for a, b in zip_longest(theirs, ours, fillvalue="other") if a != b]:
+        return None, f"{path} reads other structures in {', '.join(differ)}; install pmaf again"
     for name in ("reduction_numbers", "minimum_numbers", "posed_numbers", "regions"):
         getattr(library, f"pmaf_{name}").restype = ctypes.c_long
     chosen = library.pmaf_choose(setting.encode()).decode()
-    if setting and chosen != setting:
-        return None, f"PMAF_NATIVE={setting}, which this processor or this build does not have"
-    return library, chosen
+    if chosen:
+        return library, chosen
+    sets = library.pmaf_sets().decode()
+    if not setting:
+        return None, f"compiled for {sets} on another processor; install pmaf again"
+    if setting in sets.split(", "):
+        return None, f"PMAF_NATIVE={setting}, which this processor does not have"
+    return None, f"PMAF_NATIVE={setting}, which this build does not have: it holds {sets}"
 
 
 def forked_early() -> None:
@@ -87,6 +117,8 @@ def forked_early() -> None:
 
 _library, about = _load()  # `about` is the instruction set, or why there are no kernels
 available = _library is not None
+# The instruction sets that the library was compiled for, of which the best is taken.
+held = tuple(_library.pmaf_sets().decode().split(", ")) if available else ()
 # Each function, and what packs its addresses.
 (
     _FORWARD,
@@ -99,7 +131,7 @@ available = _library is not None
     _POSED_BACKWARD,
 ) = (
     (getattr(_library, name, None), struct.Struct(f"{addresses}Pl").pack)
-    for name, addresses in _FUNCTIONS.items()
+    for name, (addresses, _) in _FUNCTIONS.items()
 )
 # The numbers by which the library knows them.
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.complex64: 2, torch.complex128: 3}
@@ -335,7 +367,7 @@ def planned_gradient(
     v: Tensor | None,
     d_values: Tensor | None,
     plan: BackwardPlan,
-    reduction: Tensor | None,
+    reduction: Tensor | None = None,
 ) -> Gradients:
     """The same for a plan that is known."""
     sizes, count, dtype, real, entries, vectors, values, numbers = plan

@@ -42,8 +42,10 @@ class Sparse(Operator):
         values = A.values()
         # torch forgets how the gradient of a sparse tensor depends on anything when it hands it on
         # to the tensors that the sparse one was made of.
-        made = A.requires_grad and A.grad_fn is not None
-        self._values: Tensor = _Once.apply(values) if made else values  # pyright: ignore
+        if values.requires_grad and A.grad_fn is not None:
+            values.register_hook(_once)
+            values = values.view_as(values)
+        self._values = values
         self._pattern = _Pattern.of(A)
         self._known: dict[str, Any] = {}
 
@@ -137,20 +139,14 @@ class Sparse(Operator):
         return rows.reshape(-1, rows.shape[-1])
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True asks for second derivatives through a sparse tensor, which "
-                "torch takes for zero; pass A as a dense tensor, or, for first derivatives alone, "
-                "leave create_graph out or use Sparse(pattern).with_tensors([values])"
-            )
-        return grads[0]
+def _once(gradient: Tensor) -> None:
+    """A hook on values that torch has taken from a sparse tensor."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True asks for second derivatives through a sparse tensor, which "
+            "torch takes for zero; pass A as a dense tensor, or, for first derivatives alone, "
+            "leave create_graph out or use Sparse(pattern).with_tensors([values])"
+        )
 
 
 class _Pattern:

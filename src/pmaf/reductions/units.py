@@ -14,7 +14,6 @@ from pmaf.operators import Operator
 from pmaf.operators.base import TimesPowers
 from pmaf.reductions.base import Found, Reduction, Report, Tensors
 from pmaf.solvers.base import Outcome
-from pmaf.tangent.kept import Basis, Decomposition, Factor, SingularBasis
 
 
 class Units(Reduction):
@@ -62,7 +61,7 @@ class Units(Reduction):
         return found._replace(
             multiplier=self._multiplied(found.multiplier, self.several),
             gap=self._multiplied(found.gap),
-            kept=_in_units(found.kept, self.unit, self.degree),
+            kept=found.kept.in_units(self.unit, self.degree),
         )
 
     def _multiplied(self, x: Tensor, several: bool = False) -> Tensor:
@@ -70,11 +69,3 @@ class Units(Reduction):
         for _ in range(self.degree):
             x = x * unit
         return x
-
-
-def _in_units(kept: Any, unit: Tensor, power: int) -> Any:
-    if isinstance(kept, (Basis, Decomposition, SingularBasis)):
-        return type(kept)(kept[0], kept[1] * unit.unsqueeze(-1) ** power)
-    if isinstance(kept, Factor):
-        return Factor(kept.lower * unit[..., None, None] ** (0.5 * power))
-    return kept

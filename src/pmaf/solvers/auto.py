@@ -82,6 +82,9 @@ _REDUCED_ROWS = 128
 # The largest min(m, n) for which compiled kernels solve least squares faster than two Cholesky
 # factors: `pmaf bench less-crossover`.
 _REDUCED_COLUMNS = 256
+# The most rows for which compiled kernels find all eigenpairs of one matrix faster than LAPACK, and
+# those of several: `python benchmarks/spectral_whole.py`.
+_WHOLE_ROWS, _WHOLE_ROWS_OF_MANY, _MANY = 12, 32, 4
 # A trace has to know in advance whether a solve returns an eigenbasis. Below this many rows it
 # takes a decomposition; above, power steps are faster in `pmaf bench ied-crossover`.
 _TRACED_ROWS = 128
@@ -163,6 +166,14 @@ def _is_reduced(problem: Any) -> bool:
 def are_reduced(k: int, n: int) -> bool:
     """The same for k eigenvectors of matrices with n rows, if there are kernels for them."""
     return n <= _REDUCED_ROWS and are_few(k, n)
+
+
+def _has_reduced_spectrum(problem: Any) -> bool:
+    """Whether compiled kernels find all eigenpairs of a matrix faster than a decomposition."""
+    A = problem.A
+    n, count = A.shape[-1], A.shape[:-2].numel()
+    fast = n <= _WHOLE_ROWS or (n <= _WHOLE_ROWS_OF_MANY and count >= _MANY)
+    return fast and native.available and A.dtype in native.EIGENVECTORS
 
 
 def _is_traced_and_small(problem: Any) -> bool:
@@ -261,6 +272,20 @@ EIGENVECTORS: Table = (
         _ADAPTIVE,
         "the numbers decide what is fastest, and an attempt takes little time compared with the "
         "next one",
+    ),
+)
+# All eigenpairs, for functions of the spectrum.
+EIGENPAIRS: Table = (
+    Line(
+        _has_reduced_spectrum,
+        _REDUCTION,
+        f"up to {_WHOLE_ROWS} rows, and {_WHOLE_ROWS_OF_MANY} in batches, compiled kernels find "
+        "all eigenpairs faster than a decomposition",
+    ),
+    Line(
+        _is_any,
+        DENSE,
+        "all eigenpairs are asked for, or so many that a decomposition finds them faster",
     ),
 )
 # Right singular vectors, and triplets.

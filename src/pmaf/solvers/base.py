@@ -48,8 +48,8 @@ class Outcome(NamedTuple):
     @property
     def basis(self) -> Basis:
         """`kept`, which must be a `Basis`."""
-        assert isinstance(self.kept, Basis)
-        return self.kept
+        assert self.kept.basis is not None
+        return self.kept.basis
 
 
 def has_form(problem: Any, form: type) -> bool:

@@ -23,7 +23,7 @@ from pmaf.solvers.base import (
     has_form,
 )
 from pmaf.solvers.dense import Dense
-from pmaf.solvers.report import outcome, without_report
+from pmaf.solvers.report import gap_of, without_report
 from pmaf.solvers.secular import Secular, residual_of
 from pmaf.solvers.singular import SVD, solve_reduced
 from pmaf.tangent.complement import COMPILED_ROWS
@@ -122,25 +122,21 @@ class Reduction(Solver):
         if not _takes_eigenvectors(problem):
             return _DENSE.solve(problem, report=report)
         took("ied: reduction")
-        values, rows, failed = native.largest_pairs(A.detach(), k)
+        # The gap in a report is the distance to the next eigenvalue.
+        count = min(k + problem.copies, problem.n) if report else k
+        values, rows, failed = native.largest_pairs(A.detach(), count)
         if failed is not None:
             require_finite(A=(A, 2))
             took("ied: decomposition of some")
             spectrum, vectors = eigh(symmetric_part(A.detach()[failed]))
-            values[failed] = spectrum[..., -k:].flip(-1)
-            rows[failed] = vectors[..., -k:].flip(-1).mT
+            values[failed] = spectrum[..., -count:].flip(-1)
+            rows[failed] = vectors[..., -count:].flip(-1).mT
         unknown, none, converged = without_report(batch, rows.dtype, rows.device)
         if not report:
             return Outcome(rows, values, unknown, unknown, none, converged)
-        return outcome(
-            problem,
-            values,
-            rows.mT,
-            residual=problem.residual(values, rows),
-            iterations=none.clone(),
-            converged=converged.clone(),
-            report=True,
-        )
+        top, rows = values[..., :k], rows[..., :k, :]
+        residual, gap = problem.residual(top, rows), gap_of(values, problem)
+        return Outcome(rows, top, residual, gap, none.clone(), converged.clone())
 
     def takes_any_scale(self, problem: Any) -> bool:
         if has_form(problem, LeastSquares):

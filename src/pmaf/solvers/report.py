@@ -116,9 +116,9 @@ def without_report(
 def gap_of(spectrum: Tensor, problem: Eigenvectors) -> Tensor:
     """Distance between a requested eigenvalue and its nearest neighbour, `(*,)`.
 
-    `spectrum` has all eigenvalues, descending, each `problem.copies` times. The first
-    `problem.width` are requested, except for `problem.skip` of them. The distance is infinite if
-    there is one eigenvalue only.
+    `spectrum` has all eigenvalues, descending, each `problem.copies` times, or the first ones. The
+    first `problem.width` are requested, except for `problem.skip` of them, and the next one has to
+    be there. The distance is infinite if there is one eigenvalue only.
     """
     copies = problem.copies
     spectrum, k, skip = spectrum[..., ::copies], -(-problem.width // copies), problem.skip // copies

@@ -8,15 +8,16 @@ incoming row `v`, the solution `z` of the bordered system
 
 with all rows of `Y` in the border, or those that `BorderedSystem.linked` selects.
 
-`H` depends on the tensors of the problem and on a shift for each row. Each `BorderedSystem`
-implements its own solve. The derivative of the solution is the same for all systems and is
-implemented below. It is a solve of the same kind, so that derivatives of any order exist.
+`H` depends on the tensors of the problem and on a shift for each row. Each `BorderedSystem` has its
+own ways to solve, of which what the forward pass kept chooses one. The derivative of the solution
+is the same for all systems and is implemented below. It is a solve of the same kind, so that
+derivatives of any order exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,32 +37,39 @@ class State(NamedTuple):
     kept: Kept
 
 
-class BorderedSystem(Protocol):
+class BorderedSystem:
     """A family of symmetric matrices `H(tensors, shift)`, without state of its own.
 
     Vectors come as rows: `v`, `w` and `z` are `(*, k, n)`, `y` is `(*, q, n)`.
     """
 
-    def solve(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
-        """`z`; this computation is not differentiated."""
-        ...
+    # What was kept chooses how `z` is found. This computation is not differentiated.
+
+    def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        raise NotImplementedError
+
+    def solve_in_basis(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        raise NotImplementedError
+
+    def solve_factored(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
+        return self.solve_anew(v, y, tensors, state)
 
     def linked(self, tensors: Tensors, state: State) -> Tensor | None:
         """A mask `(*, k, q)` of the rows of `y` that are in the border for each row of `v`.
 
         None stands for all of them.
         """
-        ...
+        return None
 
     def product(self, z: Tensor, tensors: Tensors, shift: Tensor) -> Tensor:
         """`H z`, differentiable."""
-        ...
+        raise NotImplementedError
 
     def pullback(
         self, w: Tensor, z: Tensor, tensors: Tensors, shift: Tensor
     ) -> tuple[tuple[Tensor | None, ...], Tensor]:
         """Gradients of `Σ wᵀ H z` in the tensors and the shifts."""
-        ...
+        raise NotImplementedError
 
 
 def coupled(values: Tensor, within: Callable[[], Tensor]) -> Tensor:
@@ -84,7 +92,7 @@ def tangent_solve(
 ) -> Tensor:
     """The solution `z` of the bordered system, differentiable in `v`, `y`, tensors and shift."""
     if plain(v) and not torch.is_grad_enabled():
-        return system.solve(v, y, tensors, state)  # nothing is recorded
+        return state.kept.solve(system, v, y, tensors, state)  # nothing is recorded
     first, second = (*tensors, None)[:2]
     kept = (*state.kept, None, None)[:2]
     return _TangentSolve.apply(  # pyright: ignore[reportReturnType]
@@ -99,7 +107,7 @@ class _TangentSolve(torch.autograd.Function):
     @staticmethod
     def forward(
         system: BorderedSystem,
-        kind: type[Kept],
+        kind: Any,
         v: Tensor,
         y: Tensor,
         first: Tensor,
@@ -111,8 +119,8 @@ class _TangentSolve(torch.autograd.Function):
         kept_too: Tensor | None,
     ) -> Tensor:
         # Autograd differentiates in `shift`; the solve uses `shift_value`, which is more accurate.
-        state = State(shift_value, gap, kind(*_given(kept, kept_too)))
-        return system.solve(v, y, _given(first, second), state)
+        state = State(shift_value, gap, kind(*(kept, kept_too)[: len(kind._fields)]))
+        return state.kept.solve(system, v, y, _given(first, second), state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,7 +131,8 @@ class _TangentSolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         system = ctx.system
         (v, y, first, second, shift, shift_value, gap, *kept, z), same = restored(ctx)
-        state = State(shift_value, gap, ctx.kind(*_given(*kept)) if same else NOTHING)
+        kind = ctx.kind
+        state = State(shift_value, gap, kind(*kept[: len(kind._fields)]) if same else NOTHING)
         tensors = _given(first, second)
         (incoming,) = grads
         with torch.autocast(first.device.type, enabled=False):

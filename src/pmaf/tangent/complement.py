@@ -30,9 +30,9 @@ from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
 from pmaf.runtime.opaque import Axes, Step, solve
 from pmaf.runtime.text import joined
-from pmaf.tangent.kept import Factor, Kept, Rate
+from pmaf.tangent.kept import Kept
 from pmaf.tangent.residuals import conjugate_residuals
-from pmaf.tangent.series import neumann, rate_of
+from pmaf.tangent.series import neumann
 
 
 def complement_solve(
@@ -50,10 +50,7 @@ def complement_solve(
         gap: distance to the next eigenvalue, nan if that is not known.
     """
     if plain(v):
-        if isinstance(kept, Rate):
-            return _solve(A, shift, y, v, None, float(kept.ratio.amax()), kept.matrix)
-        factor = kept.lower if isinstance(kept, Factor) else None
-        return _solve(A, shift, y, v, factor, rate_of(gap, shift), None)
+        return _solve(A, shift, y, v, *kept.for_products(gap, shift))
     (w,) = solve(COMPLEMENT, A, shift, y, v)
     return w
 

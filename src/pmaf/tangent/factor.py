@@ -29,10 +29,13 @@ def gram_product(A: Tensor, shift: Tensor, z: Tensor) -> Tensor:
     return z @ A.mT @ A + shift[..., None, None] * z
 
 
-def gap_above(spectrum: Spectrum, shift: Tensor) -> Tensor:
-    """The smallest eigenvalue of `AᵀA + shift·I`, zero where it is only rounding."""
+def gap_above(spectrum: Spectrum, shift: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """The smallest eigenvalue of `AᵀA + shift·I`, zero where it is only rounding.
+
+    The shift may have errors `noise` of its own.
+    """
     gap = shift + spectrum.floor
-    rounding = merge_tolerance(gap.dtype) * spectrum.top
+    rounding = noise + merge_tolerance(gap.dtype) * spectrum.top
     return torch.where(gap.abs() > rounding, gap, torch.zeros_like(gap))
 
 

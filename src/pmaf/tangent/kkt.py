@@ -29,7 +29,9 @@ from pmaf.runtime.modes import plain
 from pmaf.runtime.saved import restored, save
 from pmaf.tangent.basis import TangentSolver
 
-Tensors = tuple[Tensor, Tensor]
+# `A`, `M` and weights, on which `H` and `M` depend.
+Tensors = tuple[Tensor, Tensor | None, Tensor | None]
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Solved(NamedTuple):
@@ -69,9 +71,7 @@ class Curvature(Protocol):
         """`M⁻¹z`, differentiable, for an `M` whose value is the identity."""
         ...
 
-    def pullback(
-        self, pairs: list[tuple[Tensor, Tensor]], metric: list[tuple[Tensor, Tensor]], like: Tensors
-    ) -> Tensors:
+    def pullback(self, pairs: Pairs, metric: Pairs, tensors: Tensors) -> Tensors:
         """Gradients of `Σ wᵀHz` over pairs, plus `Σ wᵀMz` over other pairs, in the tensors."""
         ...
 
@@ -144,8 +144,9 @@ class _KKTSolve(torch.autograd.Function):
         c: Tensor,
         y: Tensor,
         multiplier: Tensor,
-        first: Tensor,
-        second: Tensor,
+        A: Tensor,
+        M: Tensor | None,
+        weights: Tensor | None,
         value: Tensor,
         gap: Tensor,
         rows: Tensor,
@@ -153,7 +154,8 @@ class _KKTSolve(torch.autograd.Function):
         acts: Tensor,
     ) -> tuple[Tensor, Tensor]:
         # Autograd differentiates in `multiplier`; the solve uses `value`, which is more accurate.
-        found = _solve(system, v, c, y, (first, second), Point(value, gap, rows, spread, acts))
+        point = Point(value, gap, rows, spread, acts)
+        found = _solve(system, v, c, y, (A, M, weights), point)
         return found.z, found.nu
 
     @staticmethod
@@ -163,9 +165,9 @@ class _KKTSolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (v, _, y, multiplier, first, second, *point, z, nu), _ = restored(ctx)
-        system, tensors, point = ctx.system, (first, second), Point(*point)
-        with torch.autocast(first.device.type, enabled=False):
+        (v, _, y, multiplier, A, M, weights, *parts, z, nu), _ = restored(ctx)
+        system, point, tensors = ctx.system, Point(*parts), (A, M, weights)
+        with torch.autocast(v.device.type, enabled=False):
             acts, singular = point.acts, point.singular
             d_z, d_nu = grads[0], torch.where(acts, grads[1], 0)
 
@@ -192,7 +194,7 @@ class _KKTSolve(torch.autograd.Function):
                 across_v, across_d = across(v, z), across(d_z, w)
                 pairs += [(across_d, twice(z)), (twice(w), across_v)]
                 metric += [(-across_d, z), (-torch.where(null, w, 0), across_v)]
-            d_first, d_second = system.pullback(pairs, metric, tensors)
+            d_tensors = system.pullback(pairs, metric, tensors)
             d_y = -system.metric(side, tensors)
             d_multiplier = -torch.where(acts, (w * system.metric(z, tensors)).sum(-1), 0)
-        return None, w, omega, d_y, d_multiplier, d_first, d_second, *(None,) * 5
+        return None, w, omega, d_y, d_multiplier, *d_tensors, *(None,) * 5

@@ -129,10 +129,10 @@ struct PosedBackward {
   int m, n, kind, weighted, metric_form, ball;
 };
 
-// Kernels for one instruction set: for float, double, and complex numbers of both.
+// The kernels of one instruction set.
 struct Kernels {
-  long (*forward[4])(const Forward &, int threads);
-  long (*backward[4])(const Backward &, int threads);
+  long (*forward[2])(const Forward &, int threads);  // of real, and of complex matrices
+  long (*backward[2])(const Backward &, int threads);
   long (*least_squares)(const LeastSquares &, int threads);
   long (*least_squares_backward)(const LeastSquaresBackward &, int threads);
   long (*reduction_numbers)(int n, int k);  // of one real matrix; zero if none is to be kept
@@ -143,6 +143,17 @@ struct Kernels {
   long (*posed_backward)(const PosedBackward &, int threads);
   long (*posed_numbers)(const PosedBackward &);
 };
+
+// Each unit is compiled once for each instruction set, which PMAF_SET names, and enters its functions.
+// These, too, consist of instructions of the set: they may run where the processor has it.
+struct baseline;
+struct avx2;
+struct avx512;
+template <class Set> void enter_eigenvectors(Kernels &);
+template <class Set> void enter_eigenvectors_backward(Kernels &);
+template <class Set> void enter_hermitian(Kernels &);
+template <class Set> void enter_less(Kernels &);
+template <class Set> void enter_posed(Kernels &);
 
 // Calls body(data, i) for i from 0 to items − 1, by several threads.
 void for_each(long items, int threads, void (*body)(void *, long), void *data);

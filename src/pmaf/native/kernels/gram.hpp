@@ -42,11 +42,12 @@ template <class R> struct Wrapped {
   int m, n, filled;
   R *copy;  // the matrices, interleaved, if they are small
 
-  static long space(int m, int n) {
+  // How many numbers are copied.
+  static long copied(int m, int n) {
     return Kind<R>::lanes > 1 && (long)m * n <= 8192 ? (long)m * n : 0;
   }
   void interleave() {
-    if (!space(m, n)) copy = nullptr;
+    if (!copied(m, n)) copy = nullptr;
     if (copy) load_row(A, (long)m * n, filled, m * n, copy);
   }
   R at(int i, int j) const {
@@ -134,7 +135,7 @@ inline void gram_rows(const Wrapped<double> &A, int stride, double *G, double *p
     const int rows = q - k < PANEL ? q - k : PANEL;
     if (tall) {
       for (int i = 0; i < rows; ++i) {
-        for (int j = 0; j < p; ++j) panel[i * stride + j] = A.A[(long)(k + i) * A.n + j];
+        load_row<double>(A.A + (long)(k + i) * A.n, 0, 1, p, panel + i * stride);
         for (int j = p; j < stride; ++j) panel[i * stride + j] = 0;
       }
     } else {

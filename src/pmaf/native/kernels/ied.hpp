@@ -6,6 +6,7 @@
 #pragma once
 
 #include "api.hpp"
+#include "arena.hpp"
 #include "reduction.hpp"
 #include "storage.hpp"
 
@@ -64,14 +65,11 @@ inline typename S::Number divide(typename S::Number *a, int n, typename S::Numbe
   return unit;
 }
 
-// The squares and the cubes of numbers of single precision are in the range of double precision.
-template <class F> constexpr bool HAS_RANGE = sizeof(F) == 4;
-
 // Loads ±½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided: ones
-// without DIVIDED.
-template <class S, class F, bool DIVIDED = true>
-inline typename S::Number load(const F *A, int n, int filled, double sign,
-                               typename S::Number *a) {
+// if it is not to be divided.
+template <class S>
+inline typename S::Number load(Source A, int n, int filled, double sign, typename S::Number *a,
+                               bool divided = true) {
   using R = typename S::Number;
   R largest;
   if constexpr (S::along_rows) {
@@ -86,12 +84,12 @@ inline typename S::Number load(const F *A, int n, int filled, double sign,
     load_entries<S>(A, (long)n * n, filled, n * n, a);
     largest = symmetrise((typename S::Entry *)a, n, sign);
   }
-  return DIVIDED ? divide<S>(a, n, largest) : all_of<R>(1);
+  return divided ? divide<S>(a, n, largest) : all_of<R>(1);
 }
 
 // Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
 // as `a`, `work` holds 5·stride.
-template <class S, class F>
+template <class S>
 inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
                                       typename S::Number unit, typename S::Number *a,
                                       typename S::Number *lower, typename S::Number *spare,
@@ -101,8 +99,8 @@ inline typename S::Number reduce_pair(const Forward &p, long first, int filled,
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, stride = S::stride_of(n);
   const R one = all_of<R>(1), none = all_of<R>(0);
-  const F *M = (const F *)p.M + first * n * n * S::parts;
-  const R metric = load<S, F>(M, n, filled, 1, lower);
+  const Source M = Source(p.M, p.kind) + first * n * n * S::parts;
+  const R metric = load<S>(M, n, filled, 1, lower);
   R *diagonal = work;
   for (int i = 0; i < n; ++i) diagonal[i] = real_part(S::entry(lower + i * stride, i));
   for (int i = 0; i < stride; ++i) inverse[i] = none;
@@ -221,9 +219,9 @@ inline typename S::Number orient(const Forward &p, typename S::Number length, ty
   }
 }
 
-// Whether a number, rounded to F, is finite.
-template <class F, class R> inline MaskOf<R> fits(R x) {
-  constexpr double most = sizeof(F) == 4 ? 3.4028235e38 : 1.7976931348623157e308;
+// Whether a number, rounded to the precision of a kind, is finite.
+template <class R> inline MaskOf<R> fits(R x, int kind) {
+  const double most = kind % 2 ? 1.7976931348623157e308 : 3.4028235e38;
   return size_of(x) <= all_of<R>(most);
 }
 
@@ -240,24 +238,24 @@ template <class S> inline typename S::Number frobenius(const typename S::Number 
 // Where the residuals of the eigenpairs of A and M that have been stored are rounding. The factor of M
 // multiplies rounding errors by the condition of M. `a` and `m` hold a matrix each, `y` a vector, and
 // `work` four.
-template <class S, class F>
+template <class S>
 inline MaskOf<typename S::Number> are_accurate(const Forward &p, long first, int filled,
                                                typename S::Number *a, typename S::Number *m,
                                                typename S::Number *y, typename S::Number *work) {
   using R = typename S::Number;
   const int n = p.n, k = p.k, stride = S::stride_of(n);
   const long start = first * n * n * S::parts;
-  const R unit = load<S, F>((const F *)p.A + start, n, filled, 1, a),
-          metric = load<S, F>((const F *)p.M + start, n, filled, 1, m),
+  const R unit = load<S>(Source(p.A, p.kind) + start, n, filled, 1, a),
+          metric = load<S>(Source(p.M, p.kind) + start, n, filled, 1, m),
           size = frobenius<S>(a, n), mass = frobenius<S>(m, n);
   R *image = work, *dual = work + 2 * stride;
   MaskOf<R> good = size == size;
   for (int i = 0; i < stride; ++i) y[i] = all_of<R>(0);
   for (int j = 0; j < k; ++j) {
     R value;
-    load_row<R, F>((const F *)p.values + first * k + j, k, filled, 1, &value);
+    load_row(Source(p.values, p.kind) + (first * k + j), k, filled, 1, &value);
     const long from = (first * k + j) * n * S::parts;
-    load_entries<S, F>((const F *)p.vectors + from, (long)k * n, filled, n, y);
+    load_entries<S>(Source(p.vectors, p.kind) + from, (long)k * n, filled, n, y);
     value = value / unit * metric;
     S::product(a, n, stride, y, image);
     S::product(m, n, stride, y, dual);
@@ -294,40 +292,57 @@ using Tridiagonals = std::conditional_t<S::along_rows, Lanes, typename S::Number
 template <class S>
 constexpr int PER_NUMBER = Kind<Tridiagonals<S>>::lanes / Kind<typename S::Number>::lanes;
 
-template <class S> inline long forward_space(int n, int k, bool pair, int slots) {
-  const long stride = S::stride_of(n);
-  return slots * (n + 1) * stride + (pair ? 2 * n : 0) * stride + 10 * stride +
-         PER_NUMBER<S> * (6 * n + k * n + k) + 16;
-}
+// The memory of `find_pairs`, for matrices in `slots`.
+template <class S> struct PairsMemory {
+  using R = typename S::Number;
+  using Q = Tridiagonals<S>;
+  R *matrices, *taus;       // of each slot
+  R *lower, *spare;         // of a pair
+  R *d, *e, *inverse, *z, *x;
+  R *work;                  // five rows
+  Q *diagonals, *beside, *squares, *rows, *values;
+  Q *spares;                // three rows
+
+  PairsMemory(Arena &arena, int n, int k, bool pair, int slots) {
+    const long stride = S::stride_of(n), square = n * stride;
+    matrices = arena.take<R>(slots * square);
+    taus = arena.take<R>(slots * stride);
+    lower = arena.take<R>(pair ? square : 0);
+    spare = arena.take<R>(pair ? square : 0);
+    for (R **row : {&d, &e, &inverse, &z, &x}) *row = arena.take<R>(stride);
+    work = arena.take<R>(5 * stride);
+    for (Q **row : {&diagonals, &beside, &squares}) *row = arena.take<Q>(n);
+    rows = arena.take<Q>((long)k * n);
+    values = arena.take<Q>(k);
+    spares = arena.take<Q>(3L * n);
+  }
+};
 
 // Finds the eigenpairs of `filled` matrices: in the lanes of S, or one after the other in `filled`
 // slots, of which a pair has one.
-template <class S, class F>
-inline long find_pairs(const Forward &p, long first, int filled, typename S::Number *space) {
+template <class S>
+inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using Q = Tridiagonals<S>;
-  constexpr int lanes = Kind<R>::lanes, width = Kind<Q>::lanes;
+  constexpr int width = Kind<Q>::lanes;
   const int n = p.n, k = p.k, stride = S::stride_of(n), slots = S::along_rows ? filled : 1;
   const int each = S::along_rows ? 1 : filled;  // matrices of a slot
   const bool pair = p.M;
-  R *matrices = space, *taus = matrices + (long)slots * stride * n, *lower = taus + slots * stride,
-    *spare = lower + (pair ? (long)stride * n : 0), *d = spare + (pair ? (long)stride * n : 0),
-    *e = d + stride, *work = e + stride, *inverse = work + 5 * stride, *z = inverse + stride,
-    *x = z + stride;
-  Q *diagonals = (Q *)(x + stride), *beside = diagonals + n, *squares = beside + n,
-    *spares = squares + n, *rows = spares + 3 * n, *values = rows + k * n;
+  const PairsMemory<S> memory(arena, n, k, pair, slots);
+  const auto [matrices, taus, lower, spare, d, e, inverse, z, x, work, diagonals, beside, squares,
+              rows, values, spares] = memory;
   R units[width];
   MaskOf<R> good[width];
   for (int slot = 0; slot < slots; ++slot) {
     R *a = matrices + (long)slot * stride * n;
-    const F *A = (const F *)p.A + (first + slot) * n * n * S::parts;
+    const Source A = Source(p.A, p.kind) + (first + slot) * n * n * S::parts;
     R unit = all_of<R>(1), *tau = taus + slot * stride;
     good[slot] = unit == unit;
     if (pair) {
-      unit = load<S, F>(A, n, each, p.sign, a);
-      unit = reduce_pair<S, F>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
+      unit = load<S>(A, n, each, p.sign, a);
+      unit = reduce_pair<S>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
     } else {
-      unit = load<S, F, !HAS_RANGE<F>>(A, n, each, p.sign, a);
+      unit = load<S>(A, n, each, p.sign, a, !A.single);
     }
     S::reduce(a, n, stride, d, e, tau, work);
     const R again = normalise(n, d, e, good[slot]);
@@ -359,7 +374,7 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
         for (int i = 0; i < stride; ++i) x[i] = z[i];
         back<S>(lower, inverse, n, z);
         length = root(square<S>(z, n));
-        good[slot] = both(good[slot], fits<F>(length));
+        good[slot] = both(good[slot], fits(length, p.kind));
       }
       [[maybe_unused]] const R sign = orient<S>(p, length, z, good[slot], pair ? x : nullptr);
       if constexpr (std::is_same_v<S, Medium>)
@@ -372,16 +387,15 @@ inline long find_pairs(const Forward &p, long first, int filled, typename S::Num
         }
       value = choose(size_of(value) < all_of<R>(16 * PIVOT), all_of<R>(0), value);
       value *= units[slot] * all_of<R>(p.sign);
-      if (pair) good[slot] = both(good[slot], fits<F>(value));
-      store_row<R, F>(&value, all_of<R>(1), k, each, 1, (F *)p.values + entry * k + j);
+      if (pair) good[slot] = both(good[slot], fits(value, p.kind));
+      store_row(&value, all_of<R>(1), k, each, 1, Target(p.values, p.kind) + (entry * k + j));
       const long start = (entry * k + j) * n * S::parts, step = (long)k * n;
-      store_entries<S, F>(z, all_of<R>(1), step, each, n, (F *)p.vectors + start);
-      if (p.x) store_entries<S, double>(x, all_of<R>(1), step, each, n, p.x + start);
+      store_entries<S>(z, all_of<R>(1), step, each, n, Target(p.vectors, p.kind) + start);
+      if (p.x) store_entries<S>(x, all_of<R>(1), step, each, n, Target(p.x + start, DOUBLE));
     }
     // Beside the rounding of numbers of single precision, those errors are nothing.
-    if constexpr (sizeof(F) == 8)
-      if (pair)
-        good[slot] = both(good[slot], are_accurate<S, F>(p, first, each, a, lower, z, work));
+    if (pair && p.kind % 2)
+      good[slot] = both(good[slot], are_accurate<S>(p, first, each, a, lower, z, work));
     failed += report<R>(good[slot], entry, each, p.failed);
   }
   return failed;
@@ -392,11 +406,33 @@ constexpr int NULLS = 8;
 // The residual that a solution may have, in rounding errors of the matrix times the solution.
 constexpr double RESIDUAL = 16;
 
-template <class S> inline long backward_space(int n, int k, int rows, bool pair) {
-  const long stride = S::stride_of(n);
-  return (pair ? 3 : 2) * stride * n + 8 * stride + (k + rows + NULLS) * stride + 2 * (k + rows) +
-         2 * S::parts * k * k + 16;
-}
+// The memory of `solve_complement`.
+template <class S> struct ComplementMemory {
+  using R = typename S::Number;
+  using X = typename S::Entry;
+  R *a, *K, *lower;  // matrices, the last one of a pair
+  R *inverse, *roots, *probe, *again, *right;
+  R *image;          // two rows
+  R *y, *z, *null;   // rows
+  R *values, *shifts;
+  X *inside, *normal;
+
+  ComplementMemory(Arena &arena, int n, int k, int rows, bool pair) {
+    const long stride = S::stride_of(n), square = n * stride;
+    a = arena.take<R>(square);
+    K = arena.take<R>(square);
+    lower = arena.take<R>(pair ? square : 0);
+    for (R **row : {&inverse, &roots, &probe, &again, &right}) *row = arena.take<R>(stride);
+    image = arena.take<R>(2 * stride);
+    y = arena.take<R>(k * stride);
+    z = arena.take<R>(rows * stride);
+    null = arena.take<R>(NULLS * stride);
+    values = arena.take<R>(k);
+    shifts = arena.take<R>(rows);
+    inside = arena.take<X>((long)k * k);
+    normal = arena.take<X>((long)k * k);
+  }
+};
 
 // A lower bound of the spectral norm: of tiny matrices from the Frobenius norm, which exceeds it by
 // at most √n, of others from products with a vector without structure; one for a matrix of zeros.
@@ -474,9 +510,9 @@ inline void couple(int n, int k, const typename S::Number *y, const typename S::
 }
 
 // Stores Σ zyᴴ + yzᴴ. `K` holds a matrix, or two vectors along rows.
-template <class S, class F>
+template <class S>
 inline void store_product(int n, int k, int filled, const typename S::Number *z,
-                          const typename S::Number *y, typename S::Number *K, F *to) {
+                          const typename S::Number *y, typename S::Number *K, Target to) {
   using R = typename S::Number;
   const int stride = S::stride_of(n);
   for (int r = 0; r < n; ++r) {
@@ -488,7 +524,7 @@ inline void store_product(int n, int k, int filled, const typename S::Number *z,
 }
 
 // z ← ½(over·z + g·y), of which the product above with y is the gradient, where g is that of the value.
-template <class S, class F>
+template <class S>
 inline void add_values(const Backward &p, long first, int filled, typename S::Number over,
                        const typename S::Number *y, typename S::Number *z) {
   using R = typename S::Number;
@@ -499,7 +535,7 @@ inline void add_values(const Backward &p, long first, int filled, typename S::Nu
     scale<S>(row, half * over, p.n);
     if (!p.d_values) continue;
     R along;
-    load_row<R, F>((const F *)p.d_values + first * p.k + j, p.k, filled, 1, &along);
+    load_row(Source(p.d_values, p.kind) + (first * p.k + j), p.k, filled, 1, &along);
     S::add(row, from_real<typename S::Entry>(half * along), y + j * stride, p.n);
   }
 }
@@ -508,33 +544,37 @@ inline void add_values(const Backward &p, long first, int filled, typename S::Nu
 // factorisation of λI − S + YᴴDY, in which D makes the matrix as large along y as it is elsewhere.
 // For a gradient, the part of z along the other vectors follows in closed form. A pair is reduced to
 // one matrix S, and its z is that of S, turned back.
-template <class S, class F>
-inline long solve_complement(const Backward &p, long first, int filled,
-                             typename S::Number *space) {
+template <class S>
+inline long solve_complement(const Backward &p, long first, int filled, Arena arena) {
   using R = typename S::Number;
   using X = typename S::Entry;
   constexpr int lanes = Kind<R>::lanes;
   const int n = p.n, k = p.k, rows = p.rows, stride = S::stride_of(n);
   const bool pair = p.matrix;
-  R *a = space, *K = a + (long)stride * n, *lower = K + (long)stride * n,
-    *inverse = lower + (pair ? (long)stride * n : 0), *roots = inverse + stride,
-    *image = roots + stride, *probe = image + 2 * stride, *again = probe + stride,
-    *right = again + stride, *y = right + stride, *z = y + k * stride, *null = z + rows * stride,
-    *values = null + NULLS * stride, *shifts = values + k;
-  X *inside = (X *)(shifts + rows), *normal = inside + k * k;
+  const ComplementMemory<S> memory(arena, n, k, rows, pair);
+  R *const a = memory.a, *const K = memory.K, *const lower = memory.lower,
+    *const inverse = memory.inverse, *const roots = memory.roots, *const probe = memory.probe,
+    *const again = memory.again, *const right = memory.right, *const image = memory.image,
+    *const y = memory.y, *const z = memory.z, *const null = memory.null,
+    *const values = memory.values, *const shifts = memory.shifts;
+  X *const inside = memory.inside, *const normal = memory.normal;
   const R one = all_of<R>(1), none = all_of<R>(0);
   const long start = first * n * n * S::parts;
-  const R unit = pair ? load<S, double>(p.matrix + start, n, filled, p.sign, a)
-                      : load<S, F, !HAS_RANGE<F>>((const F *)p.A + start, n, filled, p.sign, a);
+  // The squares and the cubes of numbers of single precision are in the range of double precision.
+  const Source matrix = pair ? Source(p.matrix, DOUBLE) : Source(p.A, p.kind);
+  const R unit = load<S>(matrix + start, n, filled, p.sign, a, !matrix.single);
   // Vectors along rows end in zeros, and without v, z is zero.
-  for (R *x = S::along_rows ? inverse : z; x < null; ++x) *x = none;
+  if (S::along_rows) {
+    for (int i = 0; i < stride; ++i)
+      inverse[i] = roots[i] = probe[i] = again[i] = right[i] = image[i] = image[stride + i] = none;
+    for (int i = 0; i < k * stride; ++i) y[i] = none;
+  }
+  for (int i = 0; i < rows * stride; ++i) z[i] = none;
   if (pair) load_factor<S>(p.factor + start, n, filled, lower, roots);
   for (int j = 0; j < k; ++j) {
     const long from = (first * k + j) * n * S::parts;
-    if (pair)
-      load_entries<S, double>(p.x + from, (long)k * n, filled, n, y + j * stride);
-    else
-      load_entries<S, F>((const F *)p.y + from, (long)k * n, filled, n, y + j * stride);
+    const Source row = pair ? Source(p.x, DOUBLE) : Source(p.y, p.kind);
+    load_entries<S>(row + from, (long)k * n, filled, n, y + j * stride);
   }
   // The rows have been rounded: in double precision they are normalised again.
   for (int j = 0; j < k; ++j) {
@@ -553,7 +593,7 @@ inline long solve_complement(const Backward &p, long first, int filled,
     R *row = z + j * stride;
     if (p.shift) {
       // The shift is a rounded eigenvalue of one of the rows of y.
-      load_row<R, F>((const F *)p.shift + first * rows + j, rows, filled, 1, shifts + j);
+      load_row(Source(p.shift, p.kind) + (first * rows + j), rows, filled, 1, shifts + j);
       const R given = all_of<R>(p.sign) * shifts[j] / unit;
       R nearest = values[0];
       for (int i = 1; i < k; ++i)
@@ -563,8 +603,8 @@ inline long solve_complement(const Backward &p, long first, int filled,
       shifts[j] = values[j];
     }
     if (!p.v) continue;
-    const F *from = (const F *)p.v + (first * rows + j) * n * S::parts;
-    load_entries<S, F>(from, (long)rows * n, filled, n, row);
+    const Source from = Source(p.v, p.kind) + (first * rows + j) * n * S::parts;
+    load_entries<S>(from, (long)rows * n, filled, n, row);
     if (S::parts == 2 && !p.shift) {
       // The phase makes the sum of y real: the gradient counts as one that is orthogonal to iy.
       for (int i = 0; i < stride; ++i) right[i] = y[j * stride + i];
@@ -664,32 +704,48 @@ inline long solve_complement(const Backward &p, long first, int filled,
   const R over = p.v ? all_of<R>(p.sign) / unit : one;
   if (p.shift) {
     for (int j = 0; j < rows; ++j)
-      store_entries<S, F>(z + j * stride, over, (long)rows * n, filled, n,
-                          (F *)p.result + (first * rows + j) * n * S::parts);
+      store_entries<S>(z + j * stride, over, (long)rows * n, filled, n,
+                       Target(p.result, p.kind) + (first * rows + j) * n * S::parts);
     return report<R>(good, first, filled, p.failed);
   }
   for (int j = 0; j < k && pair; ++j) {
     back<S>(lower, roots, n, y + j * stride);
     back<S>(lower, roots, n, z + j * stride);
   }
-  add_values<S, F>(p, first, filled, over, y, z);
+  add_values<S>(p, first, filled, over, y, z);
   R *product = S::along_rows ? image : K;
-  if (p.result) store_product<S, F>(n, k, filled, z, y, product, (F *)p.result + start);
+  if (p.result) store_product<S>(n, k, filled, z, y, product, Target(p.result, p.kind) + start);
   if (p.d_metric) {
     for (int j = 0; j < k; ++j) {
       scale<S>(z + j * stride, -values[j] * unit * all_of<R>(p.sign), n);
       for (int i = 0; i < k && p.v; ++i)
         S::add(z + j * stride, normal[i * k + j] * all_of<R>(-0.25), y + i * stride, n);
     }
-    store_product<S, F>(n, k, filled, z, y, product, (F *)p.d_metric + start);
+    store_product<S>(n, k, filled, z, y, product, Target(p.d_metric, p.kind) + start);
   }
   return report<R>(good, first, filled, p.failed);
 }
 
-inline long reduced_space(int n, int k, int slots) {
-  const long stride = Medium::stride_of(n);
-  return (9 + k) * (long)n * WIDTH + slots * (2 * k * stride + k * k) + 2 * stride + k * k + 16;
-}
+// The memory of `differentiate_reductions`.
+struct ReducedMemory {
+  Lanes *down, *up, *spare, *t, *w, *rest, *again, *d, *e;
+  Lanes *rows;
+  double *z, *y;             // rows of each slot
+  double *image;             // two rows
+  double *inside, *normal;   // the first of each slot
+
+  ReducedMemory(Arena &arena, int n, int k, int slots) {
+    const long stride = Medium::stride_of(n);
+    for (Lanes **row : {&down, &up, &spare, &t, &w, &rest, &again, &d, &e})
+      *row = arena.take<Lanes>(n);
+    rows = arena.take<Lanes>((long)k * n);
+    z = arena.take<double>(slots * k * stride);
+    y = arena.take<double>(slots * k * stride);
+    image = arena.take<double>(2 * stride);
+    inside = arena.take<double>((long)slots * k * k);
+    normal = arena.take<double>((long)k * k);
+  }
+};
 
 // A lower bound of the norm of a matrix: the largest column of T, or the largest of its eigenvalues that
 // are known.
@@ -708,28 +764,29 @@ inline double size_of(const Reduction &kept) {
 // tridiagonal systems, k for each, are solved in lanes. What the numbers of one lane make necessary is
 // done for that lane alone, so that no matrix depends on another. Entries whose eigenvalue repeats, or
 // whose solution rounding has spoilt, are left out: their bits in the result are set.
-template <class F>
-inline unsigned differentiate_reductions(const Backward &p, long first, int filled, double *space) {
+inline unsigned differentiate_reductions(const Backward &p, long first, int filled, Arena arena) {
   using S = Medium;
   const int n = p.n, k = p.k, stride = S::stride_of(n), systems = p.v ? filled * k : 0;
-  Lanes *down = (Lanes *)space, *up = down + n, *spare = up + n, *t = spare + n, *w = t + n,
-        *rest = w + n, *again = rest + n, *d = again + n, *e = d + n, *rows = e + n;
-  double *z = (double *)(rows + k * n), *y = z + filled * k * stride,
-         *image = y + filled * k * stride, *inside = image + 2 * stride,
-         *normal = inside + filled * k * k;
+  const ReducedMemory memory(arena, n, k, filled);
+  Lanes *const down = memory.down, *const up = memory.up, *const spare = memory.spare,
+        *const t = memory.t, *const w = memory.w, *const rest = memory.rest,
+        *const again = memory.again, *const d = memory.d, *const e = memory.e,
+        *const rows = memory.rows;
+  double *const z = memory.z, *const y = memory.y, *const image = memory.image,
+         *const inside = memory.inside, *const normal = memory.normal;
   double sizes[WIDTH];
   unsigned left_out = 0;
   const auto kept_of = [&](int slot) {
     const long start = (first + slot) * Reduction::numbers(n, k);
     return Reduction(n, k, const_cast<double *>(p.reduction) + start);
   };
-  for (int i = 0; i < 2 * filled * k * stride; ++i) z[i] = 0;
+  for (int i = 0; i < filled * k * stride; ++i) z[i] = y[i] = 0;
   for (int slot = 0; slot < filled; ++slot) {
     double *zs = z + slot * k * stride;
     for (int j = 0; j < k; ++j) {
       const long from = ((first + slot) * k + j) * n;
-      load_row<double, F>((const F *)p.y + from, 0, 1, n, y + (slot * k + j) * stride);
-      if (p.v) load_row<double, F>((const F *)p.v + from, 0, 1, n, zs + j * stride);
+      load_row(Source(p.y, p.kind) + from, 0, 1, n, y + (slot * k + j) * stride);
+      if (p.v) load_row(Source(p.v, p.kind) + from, 0, 1, n, zs + j * stride);
     }
     if (!p.v) continue;
     const Reduction kept = kept_of(slot);
@@ -810,8 +867,8 @@ inline unsigned differentiate_reductions(const Backward &p, long first, int fill
           S::add(zs + j * stride, inside[(slot * k + i) * k + j], kept.row(i), n);
       kept.turn_back(zs, k);
     }
-    add_values<S, F>(p, first + slot, 1, p.v ? p.sign / kept.unit() : 1, ys, zs);
-    store_product<S, F>(n, k, 1, zs, ys, image, (F *)p.result + (first + slot) * n * n);
+    add_values<S>(p, first + slot, 1, p.v ? p.sign / kept.unit() : 1, ys, zs);
+    store_product<S>(n, k, 1, zs, ys, image, Target(p.result, p.kind) + (first + slot) * n * n);
     if (p.failed) p.failed[first + slot] = false;
   }
   return left_out;

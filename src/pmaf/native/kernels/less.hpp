@@ -6,6 +6,7 @@
 #pragma once
 
 #include "api.hpp"
+#include "arena.hpp"
 #include "gram.hpp"
 #include "reduction.hpp"
 
@@ -64,26 +65,41 @@ template <class R> struct Twisted {
   }
 };
 
-template <class S> inline long less_space(int m, int n) {
-  const long p = m < n ? m : n, stride = S::stride_of((int)p);
-  return (p + PANEL) * stride + 26 * stride + 4 * (long)(m + n) + 64 +
-         Wrapped<typename S::Number>::space(m, n);
-}
+// The memory of `find_minimum`, besides the copy of A.
+template <class S> struct MinimumMemory {
+  using R = typename S::Number;
+  R *G, *panel;
+  R *work;  // five rows
+  R *d, *e, *e2, *tau, *low_d, *low_e, *lowest, *c, *x, *w, *image;
+  R *b, *u, *other, *copy;
+
+  MinimumMemory(Arena &arena, int m, int n) {
+    const long p = m < n ? m : n, stride = S::stride_of((int)p);
+    G = arena.take<R>(p * stride);
+    panel = arena.take<R>(PANEL * stride);
+    work = arena.take<R>(5 * stride);
+    for (R **row : {&d, &e, &e2, &tau, &low_d, &low_e, &lowest, &c, &x, &w, &image})
+      *row = arena.take<R>(stride);
+    b = arena.take<R>(m);
+    u = arena.take<R>(n);
+    other = arena.take<R>(n);
+    copy = arena.take<R>(Wrapped<R>::copied(m, n));
+  }
+};
 
 template <class S>
-inline long find_minimum(const LeastSquares &problem, long from, int filled,
-                         typename S::Number *space) {
+inline long find_minimum(const LeastSquares &problem, long from, int filled, Arena arena) {
   using R = typename S::Number;
-  constexpr int lanes = Kind<R>::lanes;
   const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
   const bool tall = m >= n;
   const R one = all_of<R>(1), none = all_of<R>(0);
-  R *G = space, *panel = G + (long)p * stride, *vectors = panel + (long)PANEL * stride;
-  R *d = vectors, *e = d + stride, *e2 = e + stride, *tau = e2 + stride, *work = tau + stride,
-    *low_d = work + 5 * stride, *low_e = low_d + stride, *lowest = low_e + stride,
-    *c = lowest + stride, *x = c + stride, *w = x + stride, *image = w + stride,
-    *reference = image + stride, *b = reference + stride + 8, *u = b + m + 8, *other = u + n + 8;
-  Wrapped<R> A{problem.A + from * m * n, m, n, filled, other + n + 8};
+  const MinimumMemory<S> memory(arena, m, n);
+  R *const G = memory.G, *const panel = memory.panel, *const work = memory.work,
+    *const d = memory.d, *const e = memory.e, *const e2 = memory.e2, *const tau = memory.tau,
+    *const low_d = memory.low_d, *const low_e = memory.low_e, *const lowest = memory.lowest,
+    *const c = memory.c, *const x = memory.x, *const w = memory.w, *const image = memory.image,
+    *const b = memory.b, *const u = memory.u, *const other = memory.other;
+  Wrapped<R> A{problem.A + from * m * n, m, n, filled, memory.copy};
   A.interleave();
   load_row<R, float>(problem.b + from * m, m, filled, m, b);
   gram<S>(A, stride, G, panel);
@@ -95,7 +111,10 @@ inline long find_minimum(const LeastSquares &problem, long from, int filled,
   R largest = none;
   for (int i = 0; i < p; ++i) largest = larger(largest, G[i * stride + i]);
   const R unit = power_of_two(largest), over = one / unit;
-  for (int i = 0; i < p * stride; ++i) G[i] *= over;
+  if constexpr (S::along_rows)
+    for (int i = 0; i < p * stride / WIDTH; ++i) at(G)[i] *= spread(over);
+  else
+    for (int i = 0; i < p * stride; ++i) G[i] *= over;
   if (tall)
     A.add_transposed(b, c);
   else
@@ -306,16 +325,31 @@ template <class R> struct Tangent {
   }
 };
 
+// The memory of `factor_tangent`.
+template <class S> struct FactorMemory {
+  using R = typename S::Number;
+  R *G, *K, *panel, *inverse, *other, *f, *g, *h, *o;
+
+  FactorMemory(Arena &arena, int m, int n) {
+    const long p = m < n ? m : n, stride = S::stride_of((int)p);
+    G = arena.take<R>(p * stride);
+    K = arena.take<R>(m < n ? p * stride : 0);
+    panel = arena.take<R>(PANEL * stride);
+    for (R **row : {&inverse, &other, &f, &g, &h, &o}) *row = arena.take<R>(stride);
+  }
+};
+
 // z by Cholesky's factorisation, and where it is exact.
 template <class S, class R = typename S::Number>
 inline MaskOf<R> factor_tangent(const LeastSquaresBackward &problem, long from, int filled,
-                                const Tangent<R> &given, R *space, R *z, R *image, R *w) {
+                                const Tangent<R> &given, Arena arena, R *z, R *image, R *w) {
   const Wrapped<R> &A = given.A;
   const int m = A.m, n = A.n, p = m < n ? m : n, stride = S::stride_of(p);
   const R none = all_of<R>(0), least = all_of<R>(EQUAL * EQUAL);
-  R *G = space, *K = G + (long)p * stride, *panel = K + (long)p * stride,
-    *inverse = panel + (long)PANEL * stride, *other = inverse + stride, *f = other + stride,
-    *g = f + stride, *h = g + stride, *o = h + stride;
+  const FactorMemory<S> memory(arena, m, n);
+  R *const G = memory.G, *const K = memory.K, *const panel = memory.panel,
+    *const inverse = memory.inverse, *const other = memory.other, *const f = memory.f,
+    *const g = memory.g, *const h = memory.h, *const o = memory.o;
   if (problem.kept && !S::along_rows)
     for (int i = 0; i < p; ++i)
       load_row<R, double>(problem.kept + (from * p + i) * p, (long)p * p, filled, p, G + i * stride);
@@ -364,7 +398,7 @@ inline MaskOf<R> factor_tangent(const LeastSquaresBackward &problem, long from, 
 
 // z by the reduction that the forward pass has kept, in coordinates of T, in which systems take O(n).
 struct ReducedTangent {
-  static constexpr int ROWS = 12;  // of memory
+  static constexpr int ROWS = 12;  // of memory, which is of one piece
   // Up to this condition number of a system, its solution has all digits of float.
   static constexpr double EXACT = 1e7;
 
@@ -479,21 +513,37 @@ struct ReducedTangent {
   }
 };
 
-template <class S> inline long less_backward_space(int m, int n) {
-  const long p = m < n ? m : n, stride = S::stride_of((int)p);
-  return (2 * p + PANEL) * stride + ReducedTangent::ROWS * stride + 8 * (long)(m + n) + 128 +
-         Wrapped<typename S::Number>::space(m, n);
-}
+// The memory of `differentiate_minimum`, of which `rows` are those of `ReducedTangent`.
+template <class S> struct DifferentialMemory {
+  using R = typename S::Number;
+  R *b, *r, *image, *u, *v, *z, *w, *rows, *copy;
+
+  DifferentialMemory(Arena &arena, int m, int n) {
+    for (R **x : {&b, &r, &image}) *x = arena.take<R>(m);
+    for (R **x : {&u, &v, &z, &w}) *x = arena.take<R>(n);
+    rows = arena.take<R>(S::along_rows ? ReducedTangent::ROWS * S::stride_of(m < n ? m : n) : 0);
+    copy = arena.take<R>(Wrapped<R>::copied(m, n));
+  }
+};
+
+// Its memory, and that of `factor_tangent`, which it calls.
+template <class S> struct DifferentialMemories {
+  DifferentialMemories(Arena &arena, int m, int n) {
+    DifferentialMemory<S>(arena, m, n);
+    FactorMemory<S>(arena, m, n);
+  }
+};
 
 template <class S>
 inline long differentiate_minimum(const LeastSquaresBackward &problem, long from, int filled,
-                                  typename S::Number *space) {
+                                  Arena arena) {
   using R = typename S::Number;
-  const int m = problem.m, n = problem.n, p = m < n ? m : n, stride = S::stride_of(p);
+  const int m = problem.m, n = problem.n;
   const R one = all_of<R>(1);
-  R *b = space + (2 * p + PANEL + ReducedTangent::ROWS) * (long)stride, *r = b + m + 8,
-    *u = r + m + 8, *v = u + n + 8, *z = v + n + 8, *w = z + n + 8, *image = w + n + 8;
-  Wrapped<R> A{problem.A + from * m * n, m, n, filled, image + m + 8};
+  const DifferentialMemory<S> memory(arena, m, n);
+  R *const b = memory.b, *const r = memory.r, *const image = memory.image, *const u = memory.u,
+    *const v = memory.v, *const z = memory.z, *const w = memory.w;
+  Wrapped<R> A{problem.A + from * m * n, m, n, filled, memory.copy};
   A.interleave();
   load_row<R, float>(problem.b + from * m, m, filled, m, b);
   load_row<R, float>(problem.u + from * n, n, filled, n, u);
@@ -509,13 +559,14 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
   if constexpr (S::along_rows)
     if (problem.kept) {
       double *numbers = const_cast<double *>(problem.kept);  // which are not changed
+      const int p = m < n ? m : n;
       const Reduction kept(p, 1, numbers + from * Reduction::numbers(p, 1));
-      const ReducedTangent reduced(kept, space);
+      const ReducedTangent reduced(kept, memory.rows);
       if (kept.unit() > 0)
         solved = m >= n ? reduced.tall(given, z, image) : reduced.wide(given, z, image, w);
     }
   MaskOf<R> good = one == one;
-  if (!solved) good = factor_tangent<S>(problem, from, filled, given, space, z, image, w);
+  if (!solved) good = factor_tangent<S>(problem, from, filled, given, arena, z, image, w);
   A.times(z, image);
   for (int i = 0; i < m; ++i) r[i] -= b[i];
   if (problem.db) store_row(image, one, m, filled, m, problem.db + from * m);
@@ -523,8 +574,15 @@ inline long differentiate_minimum(const LeastSquaresBackward &problem, long from
     float *to = problem.dA + from * m * n;
     for (int i = 0; i < m; ++i) r[i] = -r[i], image[i] = -image[i];
     if constexpr (Kind<R>::lanes == 1) {
-      for (int i = 0; i < m; ++i)
-        for (int j = 0; j < n; ++j) to[(long)i * n + j] = (float)(r[i] * z[j] + image[i] * u[j]);
+      for (int i = 0; i < m; ++i) {
+        float *row = to + (long)i * n;
+        const Lanes left = all_of<Lanes>(r[i]), other = all_of<Lanes>(image[i]);
+        int j = 0;
+        for (; j + WIDTH <= n; j += WIDTH)
+          store_vector(left * *(const Unaligned *)(z + j) + other * *(const Unaligned *)(u + j),
+                       row + j);
+        for (; j < n; ++j) row[j] = (float)(r[i] * z[j] + image[i] * u[j]);
+      }
     } else {
       // The copy of A is not needed any more.
       for (int i = 0; i < m; ++i) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
 #include <system_error>
 #include <thread>
 
@@ -18,15 +19,46 @@
 
 namespace pmaf {
 
-extern const Kernels baseline;
-#ifdef PMAF_X86
-extern const Kernels avx2, avx512;
-#endif
-
 namespace {
 
-const Kernels *chosen = &baseline;
-const char *chosen_name = "baseline";
+// An instruction set: whether the processor has it, and what enters its kernels.
+struct Set {
+  const char *name;
+  bool (*is_there)();
+  void (*enter)(Kernels &);
+};
+
+template <class Name> void enter(Kernels &kernels) {
+  enter_eigenvectors<Name>(kernels);
+  enter_eigenvectors_backward<Name>(kernels);
+  enter_hermitian<Name>(kernels);
+  enter_less<Name>(kernels);
+  enter_posed<Name>(kernels);
+}
+
+#ifdef __x86_64__
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd");
+}
+#endif
+
+// Those that this build holds, the best first.
+const Set SETS[] = {
+#ifdef PMAF_HOLDS_avx512
+    {"avx512", has_avx512, enter<avx512>},
+#endif
+#ifdef PMAF_HOLDS_avx2
+    {"avx2", has_avx2, enter<avx2>},
+#endif
+#ifdef PMAF_HOLDS_baseline
+    {"baseline", [] { return true; }, enter<baseline>},
+#endif
+};
+
+Kernels chosen;
 
 // The runtime of OpenMP that torch has loaded, if any. Its threads go on looking for work for some
 // milliseconds after each region, so that they are faster at hand than any others, and keep others
@@ -210,67 +242,138 @@ double *workspace(long numbers) {
   return memory.start;
 }
 
+namespace {
+
+// The types of members as Python's module `struct` names them.
+template <class T> constexpr char CODE = 0;
+template <class T> constexpr char CODE<T *> = 'P';
+template <> constexpr char CODE<long> = 'l';
+template <> constexpr char CODE<int> = 'i';
+template <> constexpr char CODE<double> = 'd';
+
+// A line with the name of a function, the type and the place of every member of its structure, and the
+// size of the structure.
+template <class P, class... T> std::string line_of(const char *name, T P::*... members) {
+  static_assert((... && (CODE<T> != 0)));
+  const P p{};
+  std::string line = name;
+  const auto describe = [&](char code, const void *member) {
+    line += ' ' + (code + std::to_string((const char *)member - (const char *)&p));
+  };
+  (describe(CODE<T>, &(p.*members)), ...);
+  return line + ' ' + std::to_string(sizeof(P)) + '\n';
+}
+
+std::string all_lines() {
+  using F = Forward;
+  using B = Backward;
+  using L = LeastSquares;
+  using M = LeastSquaresBackward;
+  using U = UnitForward;
+  using V = UnitBackward;
+  using P = PosedForward;
+  using Q = PosedBackward;
+  return line_of("pmaf_forward", &F::A, &F::M, &F::values, &F::vectors, &F::matrix, &F::factor, &F::x,
+                 &F::reduction, &F::failed, &F::threads, &F::batch, &F::n, &F::k, &F::kind, &F::sign,
+                 &F::second, &F::tolerance, &F::definite, &F::refined) +
+         line_of("pmaf_backward", &B::A, &B::y, &B::matrix, &B::factor, &B::x, &B::reduction, &B::v,
+                 &B::shift, &B::d_values, &B::result, &B::d_metric, &B::failed, &B::threads, &B::batch,
+                 &B::n, &B::k, &B::rows, &B::kind, &B::sign, &B::equal) +
+         line_of("pmaf_less_forward", &L::A, &L::b, &L::u, &L::multiplier, &L::gap, &L::kept,
+                 &L::failed, &L::threads, &L::batch, &L::m, &L::n, &L::second) +
+         line_of("pmaf_less_backward", &M::A, &M::b, &M::u, &M::v, &M::multiplier, &M::kept, &M::dA,
+                 &M::db, &M::failed, &M::threads, &M::batch, &M::m, &M::n) +
+         line_of("pmaf_unit_forward", &U::A, &U::b, &U::start, &U::values, &U::vectors, &U::u,
+                 &U::multiplier, &U::residual, &U::gap, &U::rows, &U::spread, &U::steps, &U::converged,
+                 &U::failed, &U::threads, &U::batch, &U::m, &U::n, &U::shared, &U::ball, &U::rooted,
+                 &U::limit, &U::refinements, &U::eps) +
+         line_of("pmaf_unit_backward", &V::A, &V::b, &V::weights, &V::rows, &V::spread, &V::y,
+                 &V::multiplier, &V::gap, &V::v, &V::d_multiplier, &V::dA, &V::d_metric, &V::db,
+                 &V::d_weights, &V::d_radius, &V::failed, &V::threads, &V::batch, &V::m, &V::n,
+                 &V::shared, &V::ball, &V::diagonal) +
+         line_of("pmaf_posed_forward", &P::A, &P::b, &P::weights, &P::radius, &P::metric, &P::kept,
+                 &P::square, &P::values, &P::vectors, &P::u, &P::failed, &P::threads, &P::batch, &P::m,
+                 &P::n, &P::kind, &P::weighted, &P::metric_form, &P::ball, &P::limit, &P::refinements,
+                 &P::length, &P::eps) +
+         line_of("pmaf_posed_backward", &Q::kept, &Q::v, &Q::dA, &Q::db, &Q::d_weights, &Q::d_radius,
+                 &Q::d_metric, &Q::failed, &Q::threads, &Q::batch, &Q::m, &Q::n, &Q::kind,
+                 &Q::weighted, &Q::metric_form, &Q::ball);
+}
+
+}  // namespace
 }  // namespace pmaf
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of the functions below, and of the structures that they are given.
-EXPORT int pmaf_version() { return 9; }
+EXPORT int pmaf_version() { return 10; }
 
-// Chooses the instruction set: the best of the processor, or the one that is named.
+// The structures below as lines of text. Python compares them with what it packs.
+EXPORT const char *pmaf_structures() {
+  static const std::string lines = pmaf::all_lines();
+  return lines.c_str();
+}
+
+// The instruction sets that this build holds, the best first, with commas.
+EXPORT const char *pmaf_sets() {
+  static const std::string all = [] {
+    std::string names;
+    for (const auto &set : pmaf::SETS) names += (names.empty() ? "" : ", ") + std::string(set.name);
+    return names;
+  }();
+  return all.c_str();
+}
+
+// Chooses the best instruction set that the processor has, or the one that is named, and returns its
+// name: an empty one if there is none, in which case no other function may be called.
 EXPORT const char *pmaf_choose(const char *name) {
-  using namespace pmaf;
-  chosen = &baseline;
-  chosen_name = "baseline";
-#ifdef PMAF_X86
-  const bool any = !*name;
+#ifdef __x86_64__
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd");
-  if (has_avx2 && (any || !std::strcmp(name, "avx2"))) chosen = &avx2, chosen_name = "avx2";
-  if (has_avx512 && (any || !std::strcmp(name, "avx512"))) chosen = &avx512, chosen_name = "avx512";
 #endif
-  return chosen_name;
+  for (const auto &set : pmaf::SETS)
+    if ((!*name || !std::strcmp(name, set.name)) && set.is_there()) {
+      set.enter(pmaf::chosen);
+      return set.name;
+    }
+  return "";
 }
 
 // Each takes one structure: Python packs it in a fraction of the time that it takes to convert the
 // arguments of a call one by one.
 EXPORT long pmaf_forward(const pmaf::Forward *p) {
-  return pmaf::chosen->forward[p->kind](*p, (int)p->threads);
+  return pmaf::chosen.forward[p->kind / 2](*p, (int)p->threads);
 }
 EXPORT long pmaf_backward(const pmaf::Backward *p) {
-  return pmaf::chosen->backward[p->kind](*p, (int)p->threads);
+  return pmaf::chosen.backward[p->kind / 2](*p, (int)p->threads);
 }
 EXPORT long pmaf_less_forward(const pmaf::LeastSquares *p) {
-  return pmaf::chosen->least_squares(*p, (int)p->threads);
+  return pmaf::chosen.least_squares(*p, (int)p->threads);
 }
 EXPORT long pmaf_less_backward(const pmaf::LeastSquaresBackward *p) {
-  return pmaf::chosen->least_squares_backward(*p, (int)p->threads);
+  return pmaf::chosen.least_squares_backward(*p, (int)p->threads);
 }
 EXPORT long pmaf_unit_forward(const pmaf::UnitForward *p) {
-  return pmaf::chosen->unit_forward(*p, (int)p->threads);
+  return pmaf::chosen.unit_forward(*p, (int)p->threads);
 }
 EXPORT long pmaf_unit_backward(const pmaf::UnitBackward *p) {
-  return pmaf::chosen->unit_backward(*p, (int)p->threads);
+  return pmaf::chosen.unit_backward(*p, (int)p->threads);
 }
 EXPORT long pmaf_posed_forward(const pmaf::PosedForward *p) {
-  return pmaf::chosen->posed_forward(*p, (int)p->threads);
+  return pmaf::chosen.posed_forward(*p, (int)p->threads);
 }
 EXPORT long pmaf_posed_backward(const pmaf::PosedBackward *p) {
-  return pmaf::chosen->posed_backward(*p, (int)p->threads);
+  return pmaf::chosen.posed_backward(*p, (int)p->threads);
 }
 // How many numbers the forward pass keeps of each problem of these sizes.
 EXPORT long pmaf_posed_numbers(const pmaf::PosedBackward *p) {
-  return pmaf::chosen->posed_numbers(*p);
+  return pmaf::chosen.posed_numbers(*p);
 }
 // How many numbers of a forward pass the backward pass of k vectors wants, for each real matrix.
 EXPORT long pmaf_reduction_numbers(int n, int k) {
-  return pmaf::chosen->reduction_numbers(n, k);
+  return pmaf::chosen.reduction_numbers(n, k);
 }
 // The same for the backward pass of least squares, for each matrix (m, n).
-EXPORT long pmaf_minimum_numbers(int m, int n) { return pmaf::chosen->minimum_numbers(m, n); }
+EXPORT long pmaf_minimum_numbers(int m, int n) { return pmaf::chosen.minimum_numbers(m, n); }
 
 // Says that the process from which this one was forked has not used OpenMP: then no thread is missing.
 EXPORT void pmaf_forked_early() { pmaf::Region::forked = false; }

@@ -5,7 +5,9 @@
 // A complex problem is a real one of twice the size: an entry a + ib is a block [[a, −b], [b, a]].
 #pragma once
 
+#include "arena.hpp"
 #include "basis.hpp"
+#include "numbers.hpp"
 
 namespace pmaf {
 namespace {
@@ -34,9 +36,10 @@ inline double largest(const double *x, long n) {
 // The exponent of the power of two below a size; zero for zero.
 inline double exponent_of(double size) { return size > 0 ? std::ilogb(size) : 0; }
 
-template <class F> inline void load(const void *from, long first, long n, double *to) {
-  const F *x = (const F *)from + first;
-  for (long i = 0; i < n; ++i) to[i] = x[i];
+inline void load(Source x, long n, double *to) {
+  x.visit([&](const auto *from) {
+    for (long i = 0; i < n; ++i) to[i] = from[i];
+  });
 }
 
 // Which constraint there is, besides a radius.
@@ -56,23 +59,34 @@ struct Sizes {
 
 // What a forward pass keeps of one problem, all in its units and coordinates.
 struct Kept {
+  struct Scalars {
+    double multiplier, gap;
+    double radius, mantissa;
+    double A_power, b_power, weights_power;  // what the tensors were divided by
+  };
   double *A, *b, *weights, *factor, *rows, *spread, *y;
-  // The radius, and what the tensors were divided by.
-  double &multiplier, &gap, &radius, &mantissa, &A_power, &b_power, &weights_power;
+  Scalars *own;
 
-  static constexpr int SCALARS = 7;
+  Kept(Pieces<Packed> &pieces, const Sizes &s) {
+    A = pieces.take<double>((long)s.m * s.n);
+    b = pieces.take<double>(s.m);
+    weights = pieces.take<double>(s.weighted ? s.m : 0);
+    factor = pieces.take<double>(s.metric == SPHERE ? 0 : s.metric == DIAGONAL ? s.n : (long)s.n * s.n);
+    rows = pieces.take<double>((long)s.p * s.n);
+    spread = pieces.take<double>(s.p);
+    y = pieces.take<double>(s.n);
+    own = pieces.take<Scalars>(1);
+  }
   static long numbers(const Sizes &s) {
-    return (long)s.m * s.n + s.m + (s.weighted ? s.m : 0) + factor_numbers(s) +
-           (long)s.p * s.n + s.p + s.n + SCALARS;
+    Pieces<Packed> pieces;
+    const Kept kept(pieces, s);
+    return pieces.numbers();
   }
-  static long factor_numbers(const Sizes &s) {
-    return s.metric == SPHERE ? 0 : s.metric == DIAGONAL ? s.n : (long)s.n * s.n;
+  // What was kept of problem i.
+  static Kept of(double *all, long i, const Sizes &s) {
+    Pieces<Packed> pieces(all + i * numbers(s));
+    return {pieces, s};
   }
-  Kept(double *at, const Sizes &s)
-      : A(at), b(A + (long)s.m * s.n), weights(b + s.m), factor(weights + (s.weighted ? s.m : 0)),
-        rows(factor + factor_numbers(s)), spread(rows + (long)s.p * s.n), y(spread + s.p),
-        multiplier(y[s.n]), gap(y[s.n + 1]), radius(y[s.n + 2]), mantissa(y[s.n + 3]),
-        A_power(y[s.n + 4]), b_power(y[s.n + 5]), weights_power(y[s.n + 6]) {}
 
   // x ← L⁻¹x
   void forth(double *x, const Sizes &s) const {
@@ -98,12 +112,12 @@ constexpr double SPAN = 1.25 * 52;
 
 // Reads problem i, and returns whether there is one: numbers that are finite, a metric that is definite,
 // a radius that is positive, weights of which none is negative.
-template <class F> inline bool read(const PosedForward &q, long i, const Sizes &s, const Kept &kept) {
+inline bool read(const PosedForward &q, long i, const Sizes &s, const Kept &kept) {
   const int m = s.m, n = s.n;
   if (s.parts == 1) {
-    load<F>(q.A, i * m * n, (long)m * n, kept.A);
+    load(Source(q.A, q.kind) + i * m * n, (long)m * n, kept.A);
   } else {
-    const F *from = (const F *)q.A + i * (m / 2) * n;
+    const Source from = Source(q.A, q.kind) + i * (m / 2) * n;
     for (int r = 0; r < m / 2; ++r)
       for (int c = 0; c < n / 2; ++c) {
         const double re = from[(long)r * n + 2 * c], im = from[(long)r * n + 2 * c + 1];
@@ -111,21 +125,21 @@ template <class F> inline bool read(const PosedForward &q, long i, const Sizes &
         block[0] = re, block[1] = -im, block[n] = im, block[n + 1] = re;
       }
   }
-  load<F>(q.b, i * m, m, kept.b);
+  load(Source(q.b, q.kind) + i * m, m, kept.b);
   if (!basis::are_finite(kept.A, (long)m * n) || !basis::are_finite(kept.b, m)) return false;
   if (s.metric == DIAGONAL) {
-    const F *from = (const F *)q.metric + i * n;
+    const Source from = Source(q.metric, q.kind) + i * n;
     for (int j = 0; j < n; ++j) {
       const double d = from[s.parts == 1 ? j : j / 2 * 2];  // of complex numbers, the real part
       if (!(d > 0) || !std::isfinite(d)) return false;
       kept.factor[j] = std::sqrt(d);
     }
   } else if (s.metric == ELLIPSOID) {
-    const F *from = (const F *)q.metric + i * n * (n / s.parts) ;
+    const Source from = Source(q.metric, q.kind) + i * n * (n / s.parts);
     const auto entry = [&](int r, int c) -> double {
       if (s.parts == 1) return from[(long)r * n + c];
-      const F *x = from + (long)(r / 2) * n + c / 2 * 2;
-      return r % 2 == c % 2 ? x[0] : r % 2 ? x[1] : -(double)x[1];
+      const Source x = from + ((long)(r / 2) * n + c / 2 * 2);
+      return r % 2 == c % 2 ? x[0] : r % 2 ? x[1] : -x[1];
     };
     for (int r = 0; r < n; ++r)
       for (int c = 0; c <= r; ++c) {
@@ -143,28 +157,28 @@ template <class F> inline bool read(const PosedForward &q, long i, const Sizes &
   }
   for (int r = 0; r < m; ++r) kept.forth(kept.A + (long)r * n, s);
   double radius = q.length;
-  if (q.radius) load<F>(q.radius, i, 1, &radius);
+  if (q.radius) radius = Source(q.radius, q.kind)[i];
   if (!(radius > 0) || !std::isfinite(radius)) return false;
-  kept.radius = radius;
+  kept.own->radius = radius;
   const double power = exponent_of(radius);
-  kept.mantissa = Power(-power)(radius);
+  kept.own->mantissa = Power(-power)(radius);
   // If ‖b‖ is far above ‖A‖, it does not affect the solution, and the multiplier is proportional to it.
   const double unit = exponent_of(largest(kept.A, (long)m * n)), most = largest(kept.b, m);
   const double excess = most > 0 ? std::max(exponent_of(most) - power - unit - SPAN, 0.0) : 0;
-  kept.A_power = -unit;
-  kept.b_power = -(unit + excess + power);
-  Power(kept.A_power).scale(kept.A, (long)m * n);
-  for (int r = 0; r < m; ++r) kept.b[r] /= kept.mantissa;
-  Power(kept.b_power).scale(kept.b, m);
-  kept.weights_power = 0;
+  kept.own->A_power = -unit;
+  kept.own->b_power = -(unit + excess + power);
+  Power(kept.own->A_power).scale(kept.A, (long)m * n);
+  for (int r = 0; r < m; ++r) kept.b[r] /= kept.own->mantissa;
+  Power(kept.own->b_power).scale(kept.b, m);
+  kept.own->weights_power = 0;
   if (s.weighted) {
-    const F *from = (const F *)q.weights + i * (m / s.parts);
+    const Source from = Source(q.weights, q.kind) + i * (m / s.parts);
     for (int r = 0; r < m; ++r) {
       kept.weights[r] = from[r / s.parts];
       if (!(kept.weights[r] >= 0) || !std::isfinite(kept.weights[r])) return false;
     }
-    kept.weights_power = -exponent_of(largest(kept.weights, m));
-    Power(kept.weights_power).scale(kept.weights, m);
+    kept.own->weights_power = -exponent_of(largest(kept.weights, m));
+    Power(kept.own->weights_power).scale(kept.weights, m);
   }
   return basis::are_finite(kept.A, (long)m * n) && basis::are_finite(kept.b, m);
 }
@@ -201,7 +215,7 @@ inline void write_square(const Matrix &A, double *to) {
   }
 }
 
-template <class F> inline long solve(const PosedForward &q, int threads) {
+inline long solve(const PosedForward &q, int threads) {
   const Sizes s(q);
   const int m = s.m, n = s.n, p = s.p;
   const bool sphere = !q.ball && !s.weighted && s.metric == SPHERE && !q.radius;
@@ -213,9 +227,9 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
     const basis::Options options{q.ball != 0, sphere, q.eps, q.limit, q.refinements};
     long failed = 0;
     for (long i = first; i < last; ++i) {
-      const Kept kept(q.kept + i * Kept::numbers(s), s);
+      const Kept kept = Kept::of(q.kept, i, s);
       double *square = q.square ? q.square + i * p * p : nullptr;
-      bool good = q.values || read<F>(q, i, s, kept);
+      bool good = q.values || read(q, i, s, kept);
       if (good) scaled.take(kept, s);
       if (square && good) write_square(scaled.A, square);
       else if (square) std::fill(square, square + (long)p * p, 0.0);
@@ -227,11 +241,12 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
         const basis::Spectrum spectrum{{kept.rows, p, n}, kept.spread, floor};
         const basis::Found found =
             solver.solve(scaled.A, scaled.b, spectrum, c.data(), nullptr, options, kept.y);
-        kept.multiplier = found.multiplier, kept.gap = found.gap;
+        kept.own->multiplier = found.multiplier, kept.own->gap = found.gap;
         good = found.converged;
         std::copy(kept.y, kept.y + n, u.begin());
         kept.back(u.data(), s);
-        for (int j = 0; j < n; ++j) ((F *)q.u)[i * n + j] = (F)(kept.radius * u[j]);
+        const Target to = Target(q.u, q.kind) + i * n;
+        for (int j = 0; j < n; ++j) to.set(j, kept.own->radius * u[j]);
       }
       q.failed[i] = !good;
       failed += !good;
@@ -240,7 +255,7 @@ template <class F> inline long solve(const PosedForward &q, int threads) {
   });
 }
 
-template <class F> inline long differentiate(const PosedBackward &q, int threads) {
+inline long differentiate(const PosedBackward &q, int threads) {
   const Sizes s(q);
   const int m = s.m, n = s.n, parts = s.parts;
   return basis::in_pieces(q.batch, basis::cost_of(m, n), threads, [&](long first, long last) {
@@ -248,28 +263,28 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
     Vector v(n), y(n), whole((long)std::max(m, n) * n);
     // Half of a complex gradient is in each row of a block, and in each column.
     const auto store = [&](int rows, int columns, void *at, long i) {
-      F *to = (F *)at + i * rows * columns / parts;
+      const Target to = Target(at, q.kind) + i * rows * columns / parts;
       if (parts == 1) {
-        for (long k = 0; k < (long)rows * columns; ++k) to[k] = (F)whole[k];
+        for (long k = 0; k < (long)rows * columns; ++k) to.set(k, whole[k]);
         return;
       }
       for (int r = 0; r < rows; r += 2)
         for (int c = 0; c < columns; c += 2) {
           const double *block = whole.data() + (long)r * columns + c;
-          F *entry = to + (long)(r / 2) * columns + c;
-          entry[0] = (F)(block[0] + block[columns + 1]);
-          entry[1] = (F)(block[columns] - block[1]);
+          const Target entry = to + ((long)(r / 2) * columns + c);
+          entry.set(0, block[0] + block[columns + 1]);
+          entry.set(1, block[columns] - block[1]);
         }
     };
     long failed = 0;
     for (long i = first; i < last; ++i) {
-      const Kept kept(q.kept + i * Kept::numbers(s), s);
-      load<F>(q.v, i * n, n, v.data());
+      const Kept kept = Kept::of(q.kept, i, s);
+      load(Source(q.v, q.kind) + i * n, n, v.data());
       kept.forth(v.data(), s);
-      basis::scale(v.data(), kept.radius, n);
+      basis::scale(v.data(), kept.own->radius, n);
       const basis::Spectrum spectrum{{kept.rows, s.p, n}, kept.spread};
       found.find({kept.A, m, n}, kept.b, s.weighted ? kept.weights : nullptr, spectrum, kept.y,
-                 kept.multiplier, kept.gap, q.ball != 0, v.data(), 0);
+                 kept.own->multiplier, kept.own->gap, q.ball != 0, v.data(), 0);
       q.failed[i] = !basis::are_finite(found.terms[0].right.data(), n);
       failed += q.failed[i];
       // The coordinates are fixed, so that gradients change them by one product with L⁻¹ on each side.
@@ -277,7 +292,7 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
       kept.back(y.data(), s);
       for (int t = 0; t < found.count; ++t) kept.back(found.terms[t].right.data(), s);
       if (q.dA) {
-        const Power power(kept.A_power);
+        const Power power(kept.own->A_power);
         std::fill(whole.begin(), whole.end(), 0.0);
         for (int r = 0; r < m; ++r)
           for (int t = 0; t < found.count; ++t)
@@ -287,26 +302,27 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
         store(m, n, q.dA, i);
       }
       if (q.db) {
-        const Power power(kept.b_power);
-        for (int r = 0; r < m; ++r) ((F *)q.db)[i * m + r] = (F)(power(found.db[r]) / kept.mantissa);
+        const Power power(kept.own->b_power);
+        const Target to = Target(q.db, q.kind) + i * m;
+        for (int r = 0; r < m; ++r) to.set(r, power(found.db[r]) / kept.own->mantissa);
       }
       if (q.d_weights) {
-        const Power power(kept.weights_power);
+        const Power power(kept.own->weights_power);
         for (int r = 0; r < m / parts; ++r) {
           double sum = 0;
           for (int k = 0; k < parts; ++k) sum += found.d_weights[r * parts + k];
-          ((F *)q.d_weights)[i * (m / parts) + r] = (F)power(sum);
+          Target(q.d_weights, q.kind).set(i * (m / parts) + r, power(sum));
         }
       }
-      if (q.d_radius) ((F *)q.d_radius)[i] = (F)(found.nu / kept.radius);
+      if (q.d_radius) Target(q.d_radius, q.kind).set(i, found.nu / kept.own->radius);
       if (q.d_metric) {
         double *pull = found.pull.data();
         kept.back(pull, s);
         if (s.metric == DIAGONAL) {
-          F *to = (F *)q.d_metric + i * n;
+          const Target to = Target(q.d_metric, q.kind) + i * n;
           for (int j = 0; j < n; j += parts) {
-            to[j] = (F)(pull[j] * y[j]);
-            if (parts == 2) to[j] = (F)(pull[j] * y[j] + pull[j + 1] * y[j + 1]), to[j + 1] = 0;
+            to.set(j, pull[j] * y[j]);
+            if (parts == 2) to.set(j, pull[j] * y[j] + pull[j + 1] * y[j + 1]), to.set(j + 1, 0);
           }
         } else {
           for (int r = 0; r < n; ++r)
@@ -320,12 +336,6 @@ template <class F> inline long differentiate(const PosedBackward &q, int threads
   });
 }
 
-inline long forward(const PosedForward &q, int threads) {
-  return q.kind % 2 ? solve<double>(q, threads) : solve<float>(q, threads);
-}
-inline long backward(const PosedBackward &q, int threads) {
-  return q.kind % 2 ? differentiate<double>(q, threads) : differentiate<float>(q, threads);
-}
 inline long numbers(const PosedBackward &q) { return Kept::numbers(Sizes(q)); }
 
 }  // namespace posed

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "medium.hpp"
+#include "numbers.hpp"
 #include "tiny.hpp"
 
 namespace pmaf {
@@ -25,7 +26,11 @@ template <class X> inline X dot(const X *x, const X *y, int n) {
   return sum;
 }
 template <class X> inline void add(X *x, X factor, const X *y, int n) {
-  for (int i = 0; i < n; ++i) x[i] += factor * y[i];
+  int i = 0;
+  if constexpr (std::is_same_v<X, double>)
+    for (; i + WIDTH <= n; i += WIDTH)
+      *(Unaligned *)(x + i) += all_of<Lanes>(factor) * *(const Unaligned *)(y + i);
+  for (; i < n; ++i) x[i] += factor * y[i];
 }
 template <class X> inline void orthogonal_to(X *x, const X *y, int n) {
   add(x, -dot(y, x, n), y, n);
@@ -158,15 +163,15 @@ using Medium = Rows<double>;
 typedef float Halves __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
 // WIDTH numbers next to each other.
-template <class F> struct Packed { using Type = Unaligned; };
-template <> struct Packed<float> { using Type = Halves; };
+template <class F> struct Vectorised { using Type = Unaligned; };
+template <> struct Vectorised<float> { using Type = Halves; };
 
 // WIDTH numbers from x on, in double precision, and back. GCC 12 converts vectors of AVX by halves.
 template <class F> inline Lanes load_vector(const F *x) {
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
   if constexpr (sizeof(F) == 4) return (Lanes)_mm256_cvtps_pd((__m128) * (const Halves *)x);
 #endif
-  return __builtin_convertvector(*(const typename Packed<F>::Type *)x, Lanes);
+  return __builtin_convertvector(*(const typename Vectorised<F>::Type *)x, Lanes);
 }
 template <class F> inline void store_vector(Lanes x, F *to) {
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
@@ -175,7 +180,7 @@ template <class F> inline void store_vector(Lanes x, F *to) {
     return;
   }
 #endif
-  *(typename Packed<F>::Type *)to = __builtin_convertvector(x, typename Packed<F>::Type);
+  *(typename Vectorised<F>::Type *)to = __builtin_convertvector(x, typename Vectorised<F>::Type);
 }
 
 // Calls body(i) for pieces of WIDTH that cover n numbers. The last may overlap with the one before.
@@ -211,7 +216,13 @@ template <class R, class F>
 inline void load_row(const F *x, long step, int filled, int n, R *to) {
   constexpr int lanes = Kind<R>::lanes;
   const bool short_rows = step == n && filled == lanes;
-  if (lanes == 1 || (n < WIDTH && !short_rows)) {
+  if constexpr (lanes == 1) {
+    int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) *(Unaligned *)(to + i) = load_vector(x + i);
+    for (; i < n; ++i) to[i] = x[i];
+    return;
+  }
+  if (n < WIDTH && !short_rows) {
     for (int l = 0; l < lanes; ++l)
       for (int i = 0; i < n; ++i)
         ((double *)to)[i * lanes + l] = x[(l < filled ? l : 0) * step + i];
@@ -241,7 +252,14 @@ inline void load_row(const F *x, long step, int filled, int n, R *to) {
 template <class R, class F>
 inline void store_row(const R *from, R factor, long step, int filled, int n, F *x) {
   constexpr int lanes = Kind<R>::lanes;
-  if (lanes == 1 || (n < WIDTH && step != n)) {
+  if constexpr (lanes == 1) {
+    int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH)
+      store_vector(all_of<Lanes>(factor) * *(const Unaligned *)(from + i), x + i);
+    for (; i < n; ++i) x[i] = (F)(factor * from[i]);
+    return;
+  }
+  if (n < WIDTH && step != n) {
     for (int l = 0; l < lanes && l < filled; ++l)
       for (int i = 0; i < n; ++i)
         x[l * step + i] = (F)(get(factor, l) * ((const double *)from)[i * lanes + l]);
@@ -268,22 +286,39 @@ inline void store_row(const R *from, R factor, long step, int filled, int n, F *
     }
 }
 
+// The same for numbers whose precision is known when a kernel runs.
+template <class R>
+inline void load_row(Source x, long step, int filled, int n, R *to) {
+  x.visit([&](const auto *from) { load_row<R>(from, step, filled, n, to); });
+}
+template <class R>
+inline void store_row(const R *from, R factor, long step, int filled, int n,
+                                         Target x) {
+  x.visit([&](auto *to) { store_row<R>(from, factor, step, filled, n, to); });
+}
+
 // The same for entries, the parts of which are next to each other; `step` counts entries.
-template <class S, class F>
-inline void load_entries(const F *x, long step, int filled, int n, typename S::Number *to) {
+template <class S>
+inline void load_entries(Source x, long step, int filled, int n, typename S::Number *to) {
   if constexpr (S::along_rows && S::parts == 2) {
-    for (int i = 0; i < n; ++i)
-      for (int part = 0; part < 2; ++part) to[S::place(i, part)] = x[2 * i + part];
+    x.visit([&](const auto *from) {
+      for (int i = 0; i < n; ++i)
+        for (int part = 0; part < 2; ++part) to[S::place(i, part)] = from[2 * i + part];
+    });
   } else {
     load_row(x, step * S::parts, filled, n * S::parts, to);
   }
 }
-template <class S, class F>
+template <class S>
 inline void store_entries(const typename S::Number *from, typename S::Number factor, long step,
-                          int filled, int n, F *x) {
+                          int filled, int n, Target x) {
   if constexpr (S::along_rows && S::parts == 2) {
-    for (int i = 0; i < n; ++i)
-      for (int part = 0; part < 2; ++part) x[2 * i + part] = (F)(factor * from[S::place(i, part)]);
+    x.visit([&](auto *to) {
+      using F = std::remove_reference_t<decltype(*to)>;
+      for (int i = 0; i < n; ++i)
+        for (int part = 0; part < 2; ++part)
+          to[2 * i + part] = (F)(factor * from[S::place(i, part)]);
+    });
   } else {
     store_row(from, factor, step * S::parts, filled, n * S::parts, x);
   }
@@ -292,7 +327,7 @@ inline void store_entries(const typename S::Number *from, typename S::Number fac
 // Marks the lanes that are not good as failed, and returns how many these are.
 template <class R>
 inline long report(MaskOf<R> good, long first, int filled, uint8_t *failed) {
-  if (failed) __builtin_memset(failed + first, 0, (size_t)filled);
+  for (int l = 0; l < filled && failed; ++l) failed[first + l] = false;
   if (!any(negate(good))) return 0;
   long many = 0;
   for (int l = 0; l < filled; ++l) {

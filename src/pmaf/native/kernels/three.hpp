@@ -137,29 +137,40 @@ template <class R> struct Decomposition3 {
   }
 };
 
-template <class R, class F>
-inline long find_three(const Forward &p, long first, int filled, R *space) {
+// About as many multiplications as a 3×3 matrix takes.
+constexpr double THREE_COST = 80;
+
+// The memory of a matrix and of two vectors.
+template <class R> struct Three {
+  R *a, *y, *v;
+  explicit Three(Arena &arena) : a(arena.take<R>(9)), y(arena.take<R>(3)), v(arena.take<R>(3)) {}
+};
+
+template <class R>
+__attribute__((flatten)) long find_three(const Forward &p, long first, int filled, Arena arena) {
   using S = Tiny<3, R>;
-  R *a = space, *z = a + 9;
-  load_row<R, F>((const F *)p.A + first * 9, 9, filled, 9, a);
+  const Three<R> memory(arena);
+  R *a = memory.a, *z = memory.y;
+  load_row(Source(p.A, p.kind) + first * 9, 9, filled, 9, a);
   const Decomposition3<R> found(a, p.sign);
   for (int i = 0; i < 3; ++i) z[i] = found.vectors[0][i];
   MaskOf<R> good = found.good;
   orient<S>(p, all_of<R>(1), z, good, nullptr);
   const R value = (found.mean + found.values[0]) * found.unit * all_of<R>(p.sign);
-  store_row<R, F>(&value, all_of<R>(1), 1, filled, 1, (F *)p.values + first);
-  store_row<R, F>(z, all_of<R>(1), 3, filled, 3, (F *)p.vectors + first * 3);
+  store_row(&value, all_of<R>(1), 1, filled, 1, Target(p.values, p.kind) + first);
+  store_row(z, all_of<R>(1), 3, filled, 3, Target(p.vectors, p.kind) + first * 3);
   return report<R>(good, first, filled, p.failed);
 }
 
 // The gradient of A by all eigenpairs. Where the eigenvalue repeats, there is no derivative along the
 // vectors of the same value, and z gets no part along them.
-template <class R, class F>
-inline long differentiate_three(const Backward &p, long first, int filled, R *space) {
+template <class R>
+__attribute__((flatten)) long differentiate_three(const Backward &p, long first, int filled, Arena arena) {
   const R one = all_of<R>(1), none = all_of<R>(0);
-  R *a = space, *y = a + 9, *v = y + 3;
-  load_row<R, F>((const F *)p.A + first * 9, 9, filled, 9, a);
-  load_row<R, F>((const F *)p.y + first * 3, 3, filled, 3, y);
+  const Three<R> memory(arena);
+  const auto [a, y, v] = memory;
+  load_row(Source(p.A, p.kind) + first * 9, 9, filled, 9, a);
+  load_row(Source(p.y, p.kind) + first * 3, 3, filled, 3, y);
   const Decomposition3<R> found(a, p.sign);
   const R equal = all_of<R>(p.equal) * choose(found.size == none, one, found.size);
   // The given vector was rounded. If the eigenvalue does not repeat, it is not needed but for its sign.
@@ -170,7 +181,7 @@ inline long differentiate_three(const Backward &p, long first, int filled, R *sp
   Vector3<R> own, z{{none, none, none}};
   for (int i = 0; i < 3; ++i) own[i] = choose(simple, sign * top[i], length * y[i]);
   if (p.v) {
-    load_row<R, F>((const F *)p.v + first * 3, 3, filled, 3, v);
+    load_row(Source(p.v, p.kind) + first * 3, 3, filled, 3, v);
     Vector3<R> incoming{{v[0], v[1], v[2]}};
     incoming = combine(one, incoming, -dot(incoming, own), own);
     for (int j = 1; j < 3; ++j) {
@@ -181,12 +192,12 @@ inline long differentiate_three(const Backward &p, long first, int filled, R *sp
     }
   }
   R along = none;
-  if (p.d_values) load_row<R, F>((const F *)p.d_values + first, 1, filled, 1, &along);
+  if (p.d_values) load_row(Source(p.d_values, p.kind) + first, 1, filled, 1, &along);
   const R half = all_of<R>(0.5), over = all_of<R>(p.sign) / found.unit;
   z = combine(half * over, z, half * along, own);
   for (int i = 0; i < 3; ++i)
     for (int j = 0; j <= i; ++j) a[3 * i + j] = a[3 * j + i] = z[i] * own[j] + own[i] * z[j];
-  store_row<R, F>(a, one, 9, filled, 9, (F *)p.result + first * 9);
+  store_row(a, one, 9, filled, 9, Target(p.result, p.kind) + first * 9);
   return report<R>(found.good, first, filled, p.failed);
 }
 
