@@ -399,8 +399,8 @@ ATTACH = [
     ),
     Bug(
         "vmap over a start of fewer dimensions",
-        "autograd/attach.py",
-        "missing = rank - (x.dim() - dims - 1)",
+        "runtime/opaque.py",
+        "missing = rank - (x.dim() - own - 1)",
         "missing = 0",
         "test_ied_traps.py::test_mapping_over_a_start",
     ),
@@ -770,8 +770,8 @@ LESS_RULES = [
     Bug(
         "factored solve mapped over right-hand sides gives them in the wrong order",
         "tangent/factor.py",
-        "rows = v.movedim(in_dims[-1] or 0, -3)",
-        "rows = v.movedim(in_dims[-1] or 0, -3).flip(-3)",
+        "rows = v.movedim(axes[-1] or 0, -3)",
+        "rows = v.movedim(axes[-1] or 0, -3).flip(-3)",
         "test_less_cholesky.py::test_transforms",
     ),
     Bug(
@@ -1569,6 +1569,29 @@ SOLVERS = [
         "test_ied_solution.py::"
         "test_a_dominant_eigenvalue_that_is_not_real_and_simple_is_reported "
         "test_ied_traps.py::test_plus_and_minus_the_same_modulus_is_not_converged",
+    ),
+    Bug(
+        "traces: the record of a call shares memory with its operands",
+        "autograd/traced.py",
+        "x.detach().clone().requires_grad_() if needed",
+        "x.detach().requires_grad_() if needed",
+        "test_traces.py::test_memory_may_be_used_again_after_the_solve",
+    ),
+    Bug(
+        "traces: the derivative solves again",
+        "autograd/traced.py",
+        "seen.record = _Record(leaves, found)",
+        "seen.record = None if recorded is self.recorded else _Record(leaves, found)",
+        "test_traces.py::test_the_derivative_uses_the_record_of_the_solve",
+    ),
+    Bug(
+        "traces: torch leaves out what it leaves out around a compiled graph",
+        "autograd/traced.py",
+        "self.keys = torch._C._ForceDispatchKeyGuard(included, _AUTOCAST)",
+        "excluded = torch._C._dispatch_tls_local_exclude_set()\n"
+        "        excluded = excluded.remove(DispatchKey.AutogradFunctionality)\n"
+        "        self.keys = torch._C._ForceDispatchKeyGuard(included, excluded)",
+        "test_traces.py::test_lazy_conjugates_inside_of_a_compiled_graph",
     ),
     Bug(
         "outputs of an operator share memory",
@@ -2556,7 +2579,7 @@ GROUPS = [
     Bug(
         "group: batches of gradients go to the kernels",
         "runtime/modes.py",
-        "and not _is_legacy_batchedtensor(x)",
+        "and not is_grads_batch(x)",
         "and not x.is_nested",
         "test_spectral.py::TestGroups::test_gradients_in_batches",
     ),

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import pmaf
+from pmaf.autograd.attach import Search
 from pmaf.gradients import Implicit
-from pmaf.runtime.text import encode
+from pmaf.runtime.opaque import solve
 from pmaf.solvers import Auto, Cholesky, Secular
 from pmaf.solvers import cholesky as module
 from pmaf.solvers.factored_newton import Point, newton
+from pmaf.tangent.factor import FACTORED
 from tests.compilers import BACKEND
 from tests.less_cases import ALL, REGULAR, gaussian, hard, with_singular_values
 from tests.test_less_conditioning import allowed, make
@@ -429,14 +431,13 @@ def test_compiled_and_exported():
 
 def test_opcheck():
     A, b = batch(3, 24, 12)
-    solver = encode(Cholesky())
-    problem = pmaf.SphereLeastSquares(A, b).encoded()
-    given = (A, b, None, problem, solver)
-    torch.library.opcheck(torch.ops.pmaf.solve.default, (*given, True, False))
-    found = torch.ops.pmaf.solve(*given, False, False)
+    problem, given = pmaf.SphereLeastSquares(A, b), [A, b, None]
+    call = Search.text(problem, Cholesky(), True, False)
+    torch.library.opcheck(torch.ops.pmaf.solve.default, (given, call))
+    found = solve(Search.text(problem, Cholesky(), False, False), *given)
     y, multiplier, _, gap, _, _, factor, _ = found
-    arguments = (A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T))
-    torch.library.opcheck(torch.ops.pmaf.factored_solve.default, arguments)
+    arguments = [A, multiplier, gap, factor, y, torch.randn(3, 2, 12, dtype=T)]
+    torch.library.opcheck(torch.ops.pmaf.solve.default, (arguments, FACTORED))
 
 
 def test_the_backward_builds_nothing_larger_than_the_inputs():

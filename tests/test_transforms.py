@@ -10,8 +10,9 @@ import torch
 
 import pmaf
 from pmaf import native
-from pmaf.runtime.text import encode
+from pmaf.autograd.attach import Search
 from pmaf.solvers import Dense, Lanczos, ProjectedGradient, Secular, Solver
+from pmaf.tangent.complement import COMPLEMENT
 from tests.compilers import HAS_COMPILER
 from tests.transforms import (
     COLUMNS,
@@ -63,7 +64,7 @@ def test_cell(row, column, caplog):
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch generates code for a C++ compiler")
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 def test_generated_code(column):
-    if column.eager_only or column.eager_backward:
+    if column.eager_only:
         pytest.skip("a layer that is for eager mode only")
     check_compile(column, "inductor")
     check_module_step(column, "inductor")
@@ -184,14 +185,14 @@ def test_opcheck(pose, solver):
     A = torch.randn(3, 4, 4, dtype=torch.float64)
     problem = pose(A + A.mT)
     first, second = (*problem.tensors, None)[:2]
-    given = (first, second, None, problem.encoded(), encode(solver), True, False)
-    torch.library.opcheck(torch.ops.pmaf.solve.default, given)
+    call = Search.text(problem, solver, True, False)
+    torch.library.opcheck(torch.ops.pmaf.solve.default, ([first, second, None], call))
 
 
 def test_opcheck_of_the_system_of_a_gradient():
     A = torch.randn(3, 4, 4, dtype=torch.float64)
-    given = (A + A.mT, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone())
-    torch.library.opcheck(torch.ops.pmaf.complement_solve.default, given)
+    given = [A + A.mT, A[..., :1, 0] + 9, A[..., :1, :], A[..., :1, :].clone()]
+    torch.library.opcheck(torch.ops.pmaf.solve.default, (given, COMPLEMENT))
 
 
 @pytest.mark.parametrize("report", [True, False])
@@ -201,8 +202,8 @@ def test_outputs_of_an_operator_are_its_own(solver, report):
     A = torch.randn(3, 4, 4, dtype=torch.float64)
 
     def run():
-        problem = pmaf.PrincipalEigenvectors(A, 2).encoded()
-        return torch.ops.pmaf.solve(A, None, None, problem, encode(solver), report, False)
+        call = Search.text(pmaf.PrincipalEigenvectors(A, 2), solver, report, False)
+        return torch.ops.pmaf.solve([A, None, None], call)
 
     first = run()
     full = [x for x in first if x.numel()]

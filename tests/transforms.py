@@ -47,7 +47,7 @@ class Column:
     module: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     eager_only: bool = False  # cannot be traced or mapped
-    eager_backward: bool = False  # its backward pass cannot
+    eager_backward: bool = False  # its backward pass cannot, other than inside of an operator
     reverse_only: bool = False  # rules for reverse mode
     no_half: bool = False  # complex numbers have no short dtype that is supported
     tolerance: float = 1e-8
@@ -694,6 +694,7 @@ class Row:
     forwards_only: bool = False  # without a backward pass
     forward: bool = False  # propagates tangents: not for rules of reverse mode
     half: bool = False  # in short floats
+    whole: bool = False  # one operator, inside of which a call runs as in eager mode
     sampled: bool = False  # takes long, so that `make test` has one column for each layer
 
 
@@ -705,9 +706,17 @@ ROWS = [
     Row("third derivatives", check_third, traces=True),
     Row("`vmap`: any input, any dimension, nested", check_vmap, traces=True, forwards_only=True),
     Row("`vmap(grad(…))`, per-sample gradients", check_per_sample, traces=True),
-    Row("`torch.compile(fullgraph=True)`, dynamic shapes", check_compile, traces=True),
-    Row("`torch.compile(torch.func.grad(…))`", check_compiled_gradient, traces=True, sampled=True),
-    Row("`torch.compile` of a module in a training step", check_module_step, traces=True),
+    Row("`torch.compile(fullgraph=True)`, dynamic shapes", check_compile, traces=True, whole=True),
+    Row(
+        "`torch.compile(torch.func.grad(…))`",
+        check_compiled_gradient,
+        traces=True,
+        whole=True,
+        sampled=True,
+    ),
+    Row(
+        "`torch.compile` of a module in a training step", check_module_step, traces=True, whole=True
+    ),
     Row("`torch.export`", check_export, traces=True, forwards_only=True),
     Row("`torch.autocast`", check_autocast),
     Row("float16 and bfloat16, loss scaling", check_half, half=True),
@@ -720,7 +729,8 @@ ROWS = [
 
 def excused(row: Row, column: Column) -> bool:
     """Whether this cell raises an error instead of working."""
-    eager = column.eager_only or (column.eager_backward and not row.forwards_only)
+    backward = not (row.forwards_only or row.whole)
+    eager = column.eager_only or (column.eager_backward and backward)
     forward = row.forward and column.reverse_only
     return (row.traces and eager) or forward or (row.half and column.no_half)
 
@@ -747,6 +757,14 @@ def page() -> str:
         "symmetric eigenproblem it costs a full decomposition. Reverse mode is exact to any order.",
         "Operators, sparse tensors and DTensors are not in this table: they have first derivatives",
         "by autograd, and no transforms ([operators](operators.md)).",
+        "",
+        "In a trace, by `torch.compile`, `torch.export` or `make_fx`, a call is one operator,",
+        "`pmaf::solve`, and its derivative another, `pmaf::pull`, whatever the layer, its options,",
+        "its solver and its rule. Inside of them it runs as in eager mode, with the same checks",
+        "and warnings. Gradients are taken once: a second derivative inside of a trace raises an",
+        "error. Three calls are traced in more operations: forward mode; `pmaf.spectral` of a",
+        "function without a name, and any problem with an option that is no number, string or",
+        "bool; and `pmaf.PrincipalPool`, whose moments are torch's own operations.",
         "",
         "## The calls",
         "",

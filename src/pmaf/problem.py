@@ -63,6 +63,7 @@ class Problem(Named):
     """
 
     inputs: ClassVar[dict[str, int]] = {}
+    parts_found: ClassVar[int] = 2  # a solution, its multiplier, and what is found beside them
     options: ClassVar[tuple[str, ...]] = ()  # the fields on which cached recipes depend
     form: ClassVar[type] = Minimum
     # Multiplier and gap are homogeneous of this degree in the first inputs; None if they are not.
@@ -249,11 +250,18 @@ class Problem(Named):
 
     def encoded(self) -> str:
         """The class and its options as text; see `pmaf.runtime.text`."""
+        return encode_options(self.kind, self._others())
+
+    def _others(self) -> dict[str, Any]:
+        """The fields that are neither tensors nor operators."""
         names = (field.name for field in fields(self) if field.name not in self.inputs)
-        options = {name: getattr(self, name) for name in names}
-        return encode_options(
-            self.kind, {name: x for name, x in options.items() if not isinstance(x, Tensor)}
-        )
+        others = {name: getattr(self, name) for name in names}
+        return {k: x for k, x in others.items() if not isinstance(x, (Tensor, Operator))}
+
+    @property
+    def is_described(self) -> bool:
+        """Whether all options have a literal, so that the problem can be written as text."""
+        return all(x is None or isinstance(x, (int, float, str)) for x in self._others().values())
 
     # Properties of the problem.
 
@@ -460,3 +468,15 @@ class Problem(Named):
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a solution, of its multiplier and of what is found beside them."""
         return (*self.batch_shape, self.n), tuple(self.batch_shape)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the vectors of a solution are columns."""
+        return False
+
+    def blank(self) -> tuple[Tensor, ...]:
+        """A solution, its multiplier and what is found beside them, without numbers."""
+        value, multiplier, *others = self.shapes
+        first, like = self.first.new_empty(value), self.first
+        values = like.new_empty(multiplier, dtype=like.dtype.to_real())
+        return first, values, *(like.new_empty(shape) for shape in others)

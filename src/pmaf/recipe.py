@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import errors
+from pmaf.autograd.traced import Whole, attach_traced, is_traced
 from pmaf.executors.base import Account
 from pmaf.executors.direct import Direct, Ended
-from pmaf.gradients import Gradient, Implicit
+from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.linalg.roundings import OutOfRangeError
 from pmaf.operators import Diagonal, Operator
 from pmaf.reductions import outlines
@@ -29,6 +31,7 @@ from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
 from pmaf.runtime import ranks
 from pmaf.runtime.modes import forward_mode, plain, untraced
+from pmaf.runtime.text import abbreviated
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution, require_products_suffice, require_rules
 from pmaf.solvers import Auto, Solver
@@ -170,6 +173,41 @@ def end(
         return _end_on_ranks(problem, solver, gradient, init, report, throw)
     if 0 in problem.batch_shape:
         return _end_of_nothing(problem)
+    if not plain(problem.first) and _is_whole(problem, gradient):
+        found, known = attach_traced(_Call, problem, solver, gradient, init, report, throw)
+        return Ended(found, known, abbreviated(solver) if report else "")
+    return _end_by_recipe(problem, solver, gradient, init, report, throw)
+
+
+def _is_whole(problem: Any, gradient: Gradient) -> bool:
+    """Whether one operator stands for the call in a trace.
+
+    It does not where tangents are to pass, or for options that no text describes.
+    """
+    traced = is_traced(problem.first) and not isinstance(gradient, Unroll)
+    return traced and not forward_mode(*problem.flat) and problem.is_described
+
+
+class _Call(Whole):
+    """A call inside of the operator that stands for it in a trace."""
+
+    def ended(self, problem: Any, init: Tensor | None) -> tuple[Found, Report | None]:
+        kind, solver, gradient = type(problem), self.solver, self.gradient
+        if not self.report and ways_of(kind).compiled is not None:
+            given = {**problem.named, "init": init}
+            options = tuple(getattr(problem, name) for name in kind.options)
+            recipe = short_recipe(kind, given, options, solver, gradient)
+            found = None if recipe is None else recipe.run(given)
+            if found is not None:
+                return found, None
+        checked = kind(**{field.name: getattr(problem, field.name) for field in fields(kind)})
+        ended = _end_by_recipe(checked, solver, gradient, init, self.report, self.throw)
+        return ended.found, ended.report if self.report else None
+
+
+def _end_by_recipe(
+    problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
+) -> Ended:
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
     with OneThread(problem.first):
         return recipe.end({**problem.named, "init": init}, report, throw)

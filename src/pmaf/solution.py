@@ -75,7 +75,7 @@ class Solution:
         iterations: steps taken.
         converged: whether the solver's own stopping rule was met.
         backward: the report of the backward pass about its linear system, for a solve by products.
-        method: the solver that has run and, unless the call was traced, how.
+        method: the solver that has run, and how; in a trace, the one that was asked for.
 
     The tensors are those of a tree, so that `torch.func.vmap` maps a function that returns it.
 

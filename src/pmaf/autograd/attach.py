@@ -1,4 +1,4 @@
-"""Differentiable solves on tensors in traces and transforms: an opaque operator in a `Function`.
+"""Differentiable solves on tensors in transforms: an opaque operator in a `Function`.
 
 No single mechanism of PyTorch supports all transforms. An operator with a registered derivative
 breaks `torch.func`, and a `Function` with a `jvp` breaks `torch.compile`. An operator without
@@ -9,6 +9,8 @@ operations. The operator contains loops that depend on data, warnings and checks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from pmaf.autograd.eager import attach_eagerly, find_in_range
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.opaque import Axes, Operands, Step, led, solve
 from pmaf.runtime.saved import restored, save
-from pmaf.runtime.text import decode, encode
+from pmaf.runtime.text import encode, joined
 from pmaf.runtime.threads import OneThread
 from pmaf.solvers import Outcome, Solver
 from pmaf.tangent.bordered import State
@@ -44,7 +47,7 @@ def attach(
         # of a `Function`; it follows a view of it.
         tensors = tuple(x.view_as(x) for x in tensors)
     # In a trace no argument may contain tensors.
-    posed = problem.bare()
+    posed = problem.with_tensors(*(None for _ in tensors))
     found = Solve.apply(*(*tensors, None)[:2], init, posed, solver, gradient, report, throw)
     return Outcome.of(found[:6])  # pyright: ignore[reportIndexIssue]
 
@@ -54,29 +57,74 @@ def solve_opaquely(
 ) -> Outcome:
     """Solve by the opaque operator, without derivatives."""
     tensors = (*problem.tensors, None)[:2]
-    texts = problem.encoded(), encode(solver)
-    return _outcome(problem, solver, torch.ops.pmaf.solve(*tensors, init, *texts, report, throw))
+    call = Search.text(problem, solver, report, throw)
+    return _outcome(problem, solver, solve(call, *tensors, init))
 
 
-@torch.library.custom_op(
-    "pmaf::solve",
-    mutates_args=(),
-    schema="(Tensor first, Tensor? second, Tensor? init, str problem, str solver, bool report, "
-    "bool throw) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _solve_op(
-    first: Tensor,
-    second: Tensor | None,
-    init: Tensor | None,
-    problem: str,
-    solver: str,
-    report: bool,
-    throw: bool,
-) -> tuple[Tensor, ...]:
-    method: Solver = decode(solver)
-    posed = decode(problem).with_tensors(*_given(first, second))
-    outcome = find_in_range(posed, init, method, report, throw)
-    return _owned(outcome, method.keeps(posed))
+@dataclass(frozen=True)
+class Search(Step):
+    """A solver on a problem; the outputs are the tensors of an `Outcome`, and what it has kept."""
+
+    problem: Any
+    solver: Solver
+    report: bool
+    throw: bool
+
+    @classmethod
+    def text(cls, problem: Any, solver: Solver, report: bool, throw: bool) -> str:
+        options = {"problem": problem.encoded(), "solver": encode(solver)}
+        return joined(cls.kind, **options, report=repr(report), throw=repr(throw))
+
+    def _posed(self, tensors: Operands) -> Any:
+        return self.problem.with_tensors(*_given(*tensors[:2]))
+
+    def run(self, tensors: Operands) -> tuple[Tensor, ...]:
+        posed, solver = self._posed(tensors), self.solver
+        outcome = find_in_range(posed, tensors[2], solver, self.report, self.throw)
+        return _owned(outcome, solver.keeps(posed))
+
+    def outline(self, tensors: Operands) -> tuple[Tensor, ...]:
+        posed, first = self._posed(tensors), tensors[0]
+        assert first is not None
+        batch, n, vectors = posed.batch_shape, posed.length, posed.vectors
+        row = first.new_empty(batch)
+        kind = self.solver.keeps(posed)
+        held: list[Tensor] = []
+        if kind is Factor:
+            held = [first.new_empty((*batch, n, n))]
+        elif kind in RETURNED:
+            rows = (*posed.basis_batch, posed.rank)
+            held = [first.new_empty((*rows, n)), first.new_empty(rows)]
+        return (
+            first.new_empty((*batch, *vectors, n)),
+            first.new_empty((*batch, *vectors)),
+            row,
+            torch.empty_like(row),
+            torch.empty_like(row, dtype=torch.int64),
+            torch.empty_like(row, dtype=torch.bool),
+            *held,
+            *(first.new_empty(0) for _ in range(2 - len(held))),
+        )
+
+    def mapped(
+        self, call: str, tensors: Operands, axes: Axes, size: int
+    ) -> tuple[list[Tensor], tuple[int | None, ...]]:
+        given, axes, solver, bare = [*tensors], [*axes], self.solver, self.problem
+        if axes[0] is None:
+            solver = solver.for_shared_matrix()
+        if axes[0] is None and axes[1] is None:
+            # Mapped over init alone: the problem is the same one each time.
+            last = 0 if given[1] is None else 1
+            x = given[last]
+            assert x is not None
+            given[last], axes[last] = x.expand(size, *x.shape), 0
+        given = led(given, axes, (*(*bare.inputs.values(), 0)[:2], bare.start_dims))
+        posed = self._posed(given)
+        outputs = solve(Search.text(bare, solver, self.report, self.throw), *given)
+        kind = solver.keeps(posed)
+        mapped = kind is not Basis or len(posed.basis_batch) == len(posed.batch_shape)
+        held = tuple(0 if mapped and x.numel() and x.dim() > 1 else None for x in outputs[6:])
+        return outputs, (*(0,) * 6, *held)
 
 
 def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
@@ -85,81 +133,13 @@ def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
     The outputs of an operator may not share memory, neither with each other nor with its
     inputs, and a compiler may write into them: so they must not be cached tensors either. An
     eigenbasis or a factor is large and belongs to this outcome alone; everything else is cloned.
-    Tensors that the fake kernel does not return are left out.
+    Tensors that the outline does not have are left out.
     """
     kept = outcome.kept
     copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]
     held: Any = kept if isinstance(kept, kind) and kind in RETURNED else ()
     large = [x.contiguous() if i == 0 else x.clone() for i, x in enumerate(held)]
     return *copies, *large, *(copies[0].new_empty(0) for _ in range(2 - len(large)))
-
-
-@_solve_op.register_fake
-def _solve_fake(
-    first: Tensor,
-    second: Tensor | None,
-    init: Tensor | None,
-    problem: str,
-    solver: str,
-    report: bool,
-    throw: bool,
-) -> tuple[Tensor, ...]:
-    posed = decode(problem).with_tensors(*_given(first, second))
-    batch, n, vectors = posed.batch_shape, posed.length, posed.vectors
-    row = first.new_empty(batch)
-    kind = decode(solver).keeps(posed)
-    held: list[Tensor] = []
-    if kind is Factor:
-        held = [first.new_empty((*batch, n, n))]
-    elif kind in RETURNED:
-        rows = (*posed.basis_batch, posed.rank)
-        held = [first.new_empty((*rows, n)), first.new_empty(rows)]
-    return (
-        first.new_empty((*batch, *vectors, n)),
-        first.new_empty((*batch, *vectors)),
-        row,
-        torch.empty_like(row),
-        torch.empty_like(row, dtype=torch.int64),
-        torch.empty_like(row, dtype=torch.bool),
-        *held,
-        *(first.new_empty(0) for _ in range(2 - len(held))),
-    )
-
-
-@_solve_op.register_vmap
-def _solve_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    *tensors, problem, solver, report, throw = args
-    axes, bare = list(in_dims[:3]), decode(problem)
-    if axes[0] is None:
-        solver = encode(decode(solver).for_shared_matrix())
-    if axes[0] is None and axes[1] is None:
-        # Mapped over init alone: the problem is the same one each time.
-        last = 0 if tensors[1] is None else 1
-        tensors[last] = tensors[last].expand(info.batch_size, *tensors[last].shape)
-        axes[last] = 0
-    own = (*(*bare.inputs.values(), 0)[:2], bare.start_dims)
-    rank = max(
-        x.dim() - dims - (axis is not None)
-        for x, axis, dims in zip(tensors, axes, own)
-        if x is not None
-    )
-
-    def lead(x: Tensor | None, axis: int | None, dims: int) -> Tensor | None:
-        """Move the mapped dimension to the front of all batch dimensions."""
-        if x is None or axis is None:
-            return x
-        x = x.movedim(axis, 0)
-        missing = rank - (x.dim() - dims - 1)
-        return x.reshape(x.shape[0], *(1,) * missing, *x.shape[1:])
-
-    first, second, init = (lead(x, axis, dims) for x, axis, dims in zip(tensors, axes, own))
-    assert first is not None
-    posed = bare.with_tensors(*_given(first, second))
-    outputs = torch.ops.pmaf.solve(first, second, init, problem, solver, report, throw)
-    kind = decode(solver).keeps(posed)
-    mapped = kind is not Basis or len(posed.basis_batch) == len(posed.batch_shape)
-    held = tuple(0 if mapped and x.numel() and x.dim() > 1 else None for x in outputs[6:])
-    return outputs, (*(0,) * 6, *held)
 
 
 class Solve(torch.autograd.Function):
@@ -178,8 +158,7 @@ class Solve(torch.autograd.Function):
         report: bool,
         throw: bool,
     ) -> tuple[Tensor, ...]:
-        texts = problem.encoded(), encode(solver)
-        return torch.ops.pmaf.solve(first, second, init, *texts, report, throw)
+        return (*solve(Search.text(problem, solver, report, throw), first, second, init),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -211,7 +190,7 @@ class Solve(torch.autograd.Function):
         return *(*summed, None)[:2], *(None,) * 6
 
 
-def _outcome(problem: Any, solver: Solver, output: tuple[Tensor, ...]) -> Outcome:
+def _outcome(problem: Any, solver: Solver, output: Sequence[Tensor]) -> Outcome:
     """The outputs of the opaque operator as an `Outcome`."""
     kind = solver.keeps(problem)
     kept = kind(*output[6 : 6 + len(kind._fields)]) if kind in RETURNED else NOTHING

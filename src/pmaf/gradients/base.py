@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from pmaf.linalg.products import matvec
+from pmaf.runtime.text import Configured
 from pmaf.solvers.base import Eigenvectors, Minimum
 from pmaf.tangent.bordered import State
 
@@ -55,7 +56,7 @@ def contract(k: Tensor, block: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(Configured):
     """A rule for differentiating a solution. Subclasses name the forms of problems they are for."""
 
     solves: ClassVar[tuple[type, ...]] = (Minimum, Eigenvectors)  # the forms that it is for

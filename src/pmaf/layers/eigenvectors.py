@@ -286,6 +286,10 @@ class PrincipalEigenvectors(Problem):
         return 2
 
     @property
+    def has_several(self) -> bool:
+        return self.k is not None
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         several = () if self.k is None else (self.k,)
         return (*self.batch_shape, self.n, *several), (*self.batch_shape, *several)

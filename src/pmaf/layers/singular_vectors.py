@@ -182,6 +182,10 @@ class PrincipalSingularVectors(Problem):
         return 2
 
     @property
+    def has_several(self) -> bool:
+        return self.k is not None
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return (*self.batch_shape, self.n, *self.vectors), (*self.batch_shape, *self.vectors)
 

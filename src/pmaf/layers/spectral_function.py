@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pmaf import errors, native
+from pmaf.autograd.traced import is_traced
 from pmaf.certificate import certify_function
 from pmaf.executors.base import BY_PRODUCTS, Account
 from pmaf.executors.direct import Ended
@@ -42,7 +43,7 @@ from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Report, Tensors
 from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.modes import derivatives_around, forward_mode, full_precision, plain
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
 from pmaf.solvers import Reduction, Solver
@@ -116,8 +117,13 @@ class SpectralFunction(Problem):
                 f"{type(value).__name__} {got}"
             )
 
-    def solution(self) -> Ended:
-        """The function with a report."""
+    def blank(self) -> tuple[Tensor, Tensor]:
+        value, values = super().blank()
+        # The eigenvalues keep all digits that are computed.
+        return value, values.float() if values.dtype in HALF else values
+
+    def solution(self, report: bool) -> Ended:
+        """The function, with a report if there is to be one."""
         A, k, largest = self.A, self.width, self.largest
         if isinstance(A, Operator):
             F, found = find_by_products(A, scalar_of(self.function), k, largest)
@@ -127,6 +133,10 @@ class SpectralFunction(Problem):
             both: Any = F, order
             return Ended(both, known, found.method, found.backward)
         value = spectral(A, self.function, self.k, largest=largest)
+        if not report:
+            blank = value.detach().new_full(A.shape[:-2], torch.nan, dtype=A.dtype.to_real())
+            count = torch.zeros_like(blank, dtype=torch.int64)
+            return Ended((value,), Report(blank, blank, count, count.bool()), "pmaf.spectral")
         fixed = A.detach()
         fixed = fixed.float() if fixed.dtype in HALF else fixed
         fixed, F = 0.5 * (fixed + fixed.mH), value.detach().to(fixed)
@@ -257,7 +267,7 @@ class FunctionOfSpectrum:
         )
 
     def run(self, tensors: Tensors, report: bool, throw: bool) -> Ended:
-        return self.problem.changed(A=tensors["A"]).solution()
+        return self.problem.changed(A=tensors["A"]).solution(report)
 
 
 def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: Any) -> Recipe:
@@ -354,12 +364,20 @@ def _commonly(
         return find_by_products(as_operator(A), scalar, k, largest)[0]
     require_square(A, k)
     assert isinstance(A, Tensor)
+    if not plain(A) and isinstance(function, str) and _is_whole(A):
+        return run(SpectralFunction(A, function, k, largest), report=False).value
     if ranks.is_spread(A):
         parts = ranks.Parts(A.shape[:-2], {"A": (A, 2)})
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
     if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
     return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
+
+
+def _is_whole(A: Tensor) -> bool:
+    """Whether one operator stands for the call in a trace, which differentiates it at most once."""
+    again = torch.compiler.is_compiling() and derivatives_around() > 0
+    return is_traced(A) and not again and not forward_mode(A)
 
 
 def _posed(scalar: Scalar, k: int | None, largest: bool, n: int) -> MatrixFunction:

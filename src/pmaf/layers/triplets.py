@@ -62,6 +62,7 @@ class PrincipalTriplets(PrincipalSingularVectors):
 
     decomposed: ClassVar[type] = Triplets
     few_steps: ClassVar[bool] = True
+    parts_found: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ def plain(x: Tensor) -> bool:
         and _current_level() is None
         and not _len_torch_dispatch_stack()
         # The vmap of `torch.autograd.grad(is_grads_batched=True)` is not one of `torch.func`.
-        and not _is_legacy_batchedtensor(x)
+        and not is_grads_batch(x)
         and not x.is_meta
     )
 
@@ -33,7 +33,7 @@ def plain(x: Tensor) -> bool:
 # Every call of a layer asks `plain`, so that these are not looked up in their modules each time.
 _NUMBERS = (Tensor, nn.Parameter)
 _current_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
-_is_legacy_batchedtensor: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
+is_grads_batch: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -83,8 +83,18 @@ def encode_options(kind: str, options: dict[str, Any]) -> str:
     """The same for a class and its options, inside a trace, where numbers may be symbolic."""
     words = [f"'{_KIND}': '{kind}'"]
     for name, x in options.items():
-        whole = isinstance(x, int) and not isinstance(x, bool)
-        words.append("'" + name + "': " + repr(operator.index(x) if whole else x))
+        if isinstance(x, int) and not isinstance(x, bool):
+            x = operator.index(x)
+        elif isinstance(x, float):
+            numerator, denominator = x.as_integer_ratio()
+            x = numerator / denominator
+        words.append("'" + name + "': " + repr(x))
+    return "{" + ", ".join(words) + "}"
+
+
+def joined(kind: str, **texts: str) -> str:
+    """The text of an object whose options are texts of their own."""
+    words = [f"'{_KIND}': '{kind}'", *(f"'{name}': {text}" for name, text in texts.items())]
     return "{" + ", ".join(words) + "}"
 
 

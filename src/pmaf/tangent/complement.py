@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from pmaf.linalg.roundings import ROUNDED, merge_tolerance, power_of_two
 from pmaf.linalg.symmetric_part import SymmetricPart
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import plain
+from pmaf.runtime.opaque import Axes, Step, solve
+from pmaf.runtime.text import joined
 from pmaf.tangent.kept import Kept
 from pmaf.tangent.residuals import conjugate_residuals
 from pmaf.tangent.series import neumann
@@ -48,16 +51,39 @@ def complement_solve(
     """
     if plain(v):
         return _solve(A, shift, y, v, *kept.for_products(gap, shift))
-    return torch.ops.pmaf.complement_solve(A, shift, y, v)
+    (w,) = solve(COMPLEMENT, A, shift, y, v)
+    return w
 
 
-@torch.library.custom_op(
-    "pmaf::complement_solve",
-    mutates_args=(),
-    schema="(Tensor A, Tensor shift, Tensor y, Tensor v) -> Tensor",
-)
-def _complement_op(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    return _solve(A, shift, y, v, None, math.nan, None)
+@dataclass(frozen=True)
+class Complement(Step):
+    """The same for `A`, shifts, `y` and `v`, without anything that was kept."""
+
+    def run(self, tensors: Any) -> tuple[Tensor]:
+        A, shift, y, v = tensors
+        return (_solve(A, shift, y, v, None, math.nan, None).contiguous(),)
+
+    def outline(self, tensors: Any) -> tuple[Tensor]:
+        return (torch.empty_like(tensors[-1], memory_format=torch.contiguous_format),)
+
+    def mapped(
+        self, call: str, tensors: Any, axes: Axes, size: int
+    ) -> tuple[list[Tensor], tuple[int]]:
+        *fixed, v = tensors
+        if all(axis is None for axis in axes[:-1]):
+            # Right-hand sides for one matrix become rows, so that the matrix is not copied.
+            A, shift, y = fixed
+            rows = v.movedim(axes[-1] or 0, -3)
+            shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
+            (z,) = solve(call, A, shifts, y, rows.flatten(-3, -2).contiguous())
+            return [z.unflatten(-2, rows.shape[-3:-1])], (z.dim() - 2,)
+        moved = [x.unsqueeze(0) if i is None else x.movedim(i, 0) for x, i in zip(tensors, axes)]
+        *fixed, v = moved
+        v = v.expand(size, *v.shape[1:])
+        return solve(call, *fixed, v.contiguous()), (0,)
+
+
+COMPLEMENT = joined(Complement.kind)
 
 
 def _solve(
@@ -139,29 +165,6 @@ def _by_products(
         w[left] = _direct(part.formed(left), shift[left], right[left])
         w = clear(w)
     return w.contiguous()
-
-
-@_complement_op.register_fake
-def _complement_fake(A: Tensor, shift: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-@_complement_op.register_vmap
-def _complement_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
-    *_, v = args
-    if all(axis is None for axis in in_dims[:-1]):
-        # Right-hand sides for one matrix become rows, so that the matrix is not copied.
-        A, shift, y, _ = args
-        rows = v.movedim(in_dims[-1] or 0, -3)
-        shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
-        z = torch.ops.pmaf.complement_solve(A, shifts, y, rows.flatten(-3, -2).contiguous())
-        return z.unflatten(-2, rows.shape[-3:-1]), z.dim() - 2
-    moved = [
-        x.unsqueeze(0) if axis is None else x.movedim(axis, 0) for x, axis in zip(args, in_dims)
-    ]
-    A, shift, y, v = moved
-    v = v.expand(info.batch_size, *v.shape[1:])
-    return torch.ops.pmaf.complement_solve(A, shift, y, v.contiguous()), 0
 
 
 # Up to this many rows compiled kernels factor the matrix; beyond, products are faster.

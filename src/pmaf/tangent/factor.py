@@ -7,6 +7,7 @@ is refined by residuals that are computed from `A`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from pmaf.linalg.gram import Spectrum, singular_spectrum
 from pmaf.linalg.products import dot, solve_factored
 from pmaf.linalg.roundings import SETTLED, merge_tolerance
 from pmaf.runtime.log import took
+from pmaf.runtime.opaque import Axes, Step
+from pmaf.runtime.opaque import solve as solve_opaquely
+from pmaf.runtime.text import joined
 from pmaf.tangent.basis import solve_in_basis
 from pmaf.tangent.kept import Basis
 
@@ -42,17 +46,40 @@ def factored_solve(
 
     Batch entries whose factor is zero or too inaccurate are solved in an eigenbasis.
     """
-    return torch.ops.pmaf.factored_solve(A, shift, gap, factor, y, v)
+    (z,) = solve_opaquely(FACTORED, A, shift, gap, factor, y, v)
+    return z
 
 
-@torch.library.custom_op(
-    "pmaf::factored_solve",
-    mutates_args=(),
-    schema="(Tensor A, Tensor shift, Tensor gap, Tensor factor, Tensor y, Tensor v) -> Tensor",
-)
-def _factored_op(
-    A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
-) -> Tensor:
+@dataclass(frozen=True)
+class Factored(Step):
+    """The same as a step of the opaque operator."""
+
+    def run(self, tensors: Any) -> tuple[Tensor]:
+        return (_solve(*tensors),)
+
+    def outline(self, tensors: Any) -> tuple[Tensor]:
+        return (torch.empty_like(tensors[-1], memory_format=torch.contiguous_format),)
+
+    def mapped(
+        self, call: str, tensors: Any, axes: Axes, size: int
+    ) -> tuple[list[Tensor], tuple[int]]:
+        *fixed, v = tensors
+        if all(axis is None for axis in axes[:-1]):
+            # Right-hand sides for one matrix become rows, so that the factor is not copied.
+            rows = v.movedim(axes[-1] or 0, -3)
+            (z,) = solve_opaquely(call, *fixed, rows.flatten(-3, -2))
+            return [z.unflatten(-2, rows.shape[-3:-1]).contiguous()], (z.dim() - 2,)
+        moved = [
+            x.expand(size, *x.shape) if axis is None else x.movedim(axis, 0)
+            for x, axis in zip(tensors, axes)
+        ]
+        return solve_opaquely(call, *moved), (0,)
+
+
+FACTORED = joined(Factored.kind)
+
+
+def _solve(A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor) -> Tensor:
     y_row = y.unsqueeze(-2)
 
     def solve(x: Tensor) -> Tensor:
@@ -90,25 +117,3 @@ def _factored_op(
 
 # If so many refinements do not converge, the factor is too inaccurate.
 _REFINEMENTS = 3
-
-
-@_factored_op.register_fake
-def _factored_fake(
-    A: Tensor, shift: Tensor, gap: Tensor, factor: Tensor, y: Tensor, v: Tensor
-) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-@_factored_op.register_vmap
-def _factored_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, int]:
-    *fixed, v = args
-    if all(axis is None for axis in in_dims[:-1]):
-        # Right-hand sides for one matrix become rows, so that the factor is not copied.
-        rows = v.movedim(in_dims[-1] or 0, -3)
-        z = torch.ops.pmaf.factored_solve(*fixed, rows.flatten(-3, -2))
-        return z.unflatten(-2, rows.shape[-3:-1]).contiguous(), z.dim() - 2
-    moved = [
-        x.expand(info.batch_size, *x.shape) if axis is None else x.movedim(axis, 0)
-        for x, axis in zip(args, in_dims)
-    ]
-    return torch.ops.pmaf.factored_solve(*moved), 0
