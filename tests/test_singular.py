@@ -131,6 +131,61 @@ def test_which_way_is_taken(caplog):
         assert ways(caplog) == [way]
 
 
+COMPLEX = [
+    ("nullspace", (8, 9), {}),
+    ("nullspace", (8, 6), {"k": 2}),
+    ("nullspace", (5, 6), {}),
+    ("nullspace", (8, 6), {"reference": 1}),
+    ("nullspace", (8, 6), {"weights": True}),
+    ("isvd", (8, 9), {}),
+    ("isvd", (9, 6), {"k": 3}),
+    ("isvd", (6, 9), {"k": 2, "largest": False}),
+    ("isvd", (9, 6), {"k": 2, "descending": False, "reference": "largest"}),
+    ("isvd", (6, 6), {"k": 6}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("call", COMPLEX, ids=str)
+def test_short_and_common_ways_agree_for_complex_matrices(call, dtype, caplog):
+    """Values, gradients and gradients of gradients."""
+    caplog.set_level(logging.DEBUG, logger="pmaf")
+    name, shape, options = call
+    g = torch.Generator().manual_seed(3)
+    A = torch.randn(3, *shape, generator=g, dtype=torch.complex128).to(dtype)
+    given = [A]
+    if options.get("weights"):
+        given.append(torch.rand(3, shape[0], generator=g, dtype=T).to(dtype.to_real()) + 0.5)
+    options = {key: x for key, x in options.items() if key != "weights"}
+    short = "singular: reduction" if dtype == torch.complex64 else "singular: svd"
+    found = []
+    for solver in (None, SVD()):
+        caplog.clear()
+        leaves = [x.clone().requires_grad_() for x in given]
+        weights = {"weights": leaves[1]} if len(leaves) > 1 else {}
+        out = getattr(pmaf, name)(leaves[0], solver=solver, **weights, **options)
+        outs = out if isinstance(out, tuple) else (out,)
+        if solver is None and native.available:
+            assert ways(caplog) == [short]
+        total = sum(
+            (x * torch.linspace(1, 2, x.numel()).reshape(x.shape)).abs().cos().sum()
+            + (x.real * x.imag if x.is_complex() else x).sum()
+            for x in outs
+        )
+        first = torch.autograd.grad(total, leaves, create_graph=True)
+        squares = sum(x.abs().square().sum() for x in first)
+        again = torch.autograd.grad(squares, leaves, retain_graph=True)
+        caplog.clear()
+        plain = torch.autograd.grad(total, leaves)
+        found.append((*outs, *first, *plain, *again))
+    # The gap of these singular values is a twentieth of the largest; it is squared in the last.
+    eps = torch.finfo(dtype).eps
+    for i, (x, y) in enumerate(zip(*found, strict=True)):
+        last = i >= len(found[0]) - len(given)
+        bound = (2e6 if last else 2e4) * eps * (1 + float(y.detach().abs().max()))
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=0, atol=bound)
+
+
 def test_which_way_is_differentiated(caplog):
     caplog.set_level(logging.DEBUG, logger="pmaf")
     A, large = randn(3, 8, 9), randn(1, 40, 30)

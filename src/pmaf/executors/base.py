@@ -104,6 +104,34 @@ class Executor:
             return self.problem.gradients(given)
 
 
+def solved_again(
+    common: Callable[[Sequence[Any]], Sequence[Tensor]],
+    tensors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of another solve of the same tensors, which are differentiable if recorded.
+
+    Args:
+        common: from the tensors to outputs in the order of `grads`, differentiably.
+    """
+    recorded = torch.is_grad_enabled()
+    if not recorded:
+        tensors = [
+            None if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(tensors, needs)
+        ]
+    with torch.enable_grad():
+        found = common(tensors)
+        outputs, given = zip(*((x, v) for x, v in zip(found, grads) if v is not None))
+        wanted = [x for x, need in zip(tensors, needs) if x is not None and need]
+        parts = torch.autograd.grad(
+            outputs, wanted, given, create_graph=recorded, allow_unused=True
+        )
+    left = iter(parts)
+    return [next(left) if need else None for need in needs]
+
+
 IMPLICIT = Implicit()
 # How a solution is differentiated: by kernels, or from what is kept.
 BY_KERNELS = (

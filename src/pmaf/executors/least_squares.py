@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import COMPILED, Account, Executor, records
+from pmaf.executors.base import COMPILED, Account, Executor, records, solved_again
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
 from pmaf.solvers.auto import DECOMPOSED_MINIMUM, REDUCED_MINIMUM
@@ -125,24 +124,7 @@ class DecomposedLeastSquares(Executor):
                 if found is not None:
                     return found
         took("tangent: common path")
-        return self._solved_again(tensors, y, v, needs)
-
-    def _solved_again(
-        self, tensors: Sequence[Tensor | None], y: Tensor, v: Tensor, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """The gradients of a common solve, which are differentiable if this is recorded."""
-        recorded = torch.is_grad_enabled()
-        if not recorded:
-            tensors = [
-                None if x is None else x.detach().requires_grad_(need)
-                for x, need in zip(tensors, needs)
-            ]
-        with torch.enable_grad():
-            u = self.problem(y.detach(), *tensors)
-            wanted = [x for x, need in zip(tensors, needs) if x is not None and need]
-            found = torch.autograd.grad(u, wanted, v, create_graph=recorded, allow_unused=True)
-        left = iter(found)
-        return [next(left) if need else None for need in needs]
+        return solved_again(lambda x: (self.problem(y.detach(), *x),), tensors, grads, needs)
 
 
 _SLOTS = ("A", "b", "weights", "radius", "M")

@@ -12,12 +12,21 @@ from torch import Tensor
 from pmaf import native
 from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import COMPILED, IMPLICIT, OF_TORCH, Account, Executor, records
+from pmaf.executors.base import (
+    COMPILED,
+    IMPLICIT,
+    OF_TORCH,
+    Account,
+    Common,
+    Executor,
+    records,
+    solved_again,
+)
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.singular import SingularSystem, pulled
 from pmaf.linalg import sphere
 from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import square_range
+from pmaf.linalg.roundings import merge_tolerance, square_range
 from pmaf.linalg.singular import accuracy, pair_basis, singular_basis, weighted_gram
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
@@ -28,18 +37,28 @@ from pmaf.tangent.kept import NOTHING, Kept, Nothing, SingularBasis
 
 
 class SingularVectors(Executor):
-    """Right singular vectors of matrices of float64, with row weights or without.
+    """Right singular vectors of matrices of float64 or complex128, with row weights or without.
 
     The Gram matrix of numbers that float32 holds has all their digits in float64, and compiled
     kernels find its eigenvectors: those of small matrices all, and they are kept, and of others
     those that are asked for. Everything else is decomposed, and kept.
+
+    Args:
+        common: finds complex vectors on the common path, whose rule is one for real matrices.
     """
 
-    def __init__(self, problem: Any, shape: torch.Size, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        problem: Any,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        names: tuple[str, ...],
+        common: Common | None,
+    ) -> None:
         way = "singular: reduction" if problem.single else "singular: svd"
         super().__init__(problem, names, way)
-        self.columns, self.range = problem.k is not None, square_range(torch.float64)
-        self.plan = _plan(problem, shape) if problem.single else None
+        self.columns, self.range, self.common = problem.k is not None, _RANGE, common
+        self.plan = _plan(problem, shape, dtype) if problem.single else None
         self.whole = self.plan is None or _is_whole(shape)
         self.kind = SingularBasis if self.whole else Nothing
         self.system = SingularSystem(problem.largest, problem.single)
@@ -65,7 +84,10 @@ class SingularVectors(Executor):
             k = self.problem.k or 1
             rows, spectrum = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self)
         if self.plan is None:
-            rows = rows * sphere.signs(rows).unsqueeze(-1)
+            factors = _factors(rows)
+            if factors is None:
+                return None  # another reference decides
+            rows = rows * factors
         vectors = rows.mT if self.columns else rows.squeeze(-2)
         # Not views of what is kept: a user may write into them.
         vectors = vectors.clone() if self.plan else vectors
@@ -73,6 +95,15 @@ class SingularVectors(Executor):
         if not records(*given):
             return vectors, values
         return attach_solved(self, (vectors, values), held, *given)
+
+    def pull(
+        self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        v, d_values = grads
+        if self.common is None or (may_compile(v, None) and v is not None and d_values is None):
+            return super().pull(saved, grads, needs)
+        common, names = self.common, self.names
+        return solved_again(lambda x: common(dict(zip(names, x))), saved.tensors, grads, needs)
 
     def differentiate(
         self,
@@ -90,6 +121,8 @@ class SingularVectors(Executor):
             return native.Gradients(tuple(blank), none)
         if not self.columns:
             y, v, multiplier = y.unsqueeze(-2), v.unsqueeze(-2), multiplier.unsqueeze(-1)
+        if v.is_complex():
+            v = _turned(v, y, (v.conj() * y).sum(-1, keepdim=True).imag)
         given = tuple(tensors)
         z = kept.solve(self.system, v, y, given, State(multiplier, multiplier, kept))
         return native.Gradients(pulled(z, y, given, needs), None)
@@ -100,12 +133,12 @@ def _is_whole(shape: torch.Size) -> bool:
     return is_reduced_whole(shape[-1], shape[:-2].numel())
 
 
-def _plan(problem: Any, shape: torch.Size) -> native.ForwardPlan:
+def _plan(problem: Any, shape: torch.Size, dtype: torch.dtype) -> native.ForwardPlan:
     """The eigenvectors of Gram matrices that kernels find: all of them, the largest first."""
     *batch, _, n = shape
     whole = _is_whole(shape)
     k, largest = (n, True) if whole else (problem.k or 1, problem.largest)
-    return native.forward_plan(torch.Size((*batch, n, n)), torch.float64, k, largest)
+    return native.forward_plan(torch.Size((*batch, n, n)), dtype, k, largest)
 
 
 def _by_kernels(
@@ -134,6 +167,25 @@ def _are_within(spectrum: Tensor, limits: tuple[float, float]) -> bool:
     return limits[0] < float(least) and float(most) < limits[1]
 
 
+def _factors(rows: Tensor) -> Tensor | None:
+    """What makes the sums of rows positive, `(*, k, 1)`; None if a complex one is rounding."""
+    if not rows.is_complex():
+        return sphere.signs(rows).unsqueeze(-1)
+    total = rows.sum(-1, keepdim=True)
+    size = total.abs()
+    known = bool((size > merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5).all())
+    return total.conj() / size if known else None
+
+
+def _turned(v: Tensor, y: Tensor, turn: Tensor) -> Tensor:
+    """Incoming gradients of complex rows `y` whose phases make their sums positive.
+
+    A change of `y` changes its phase, too, and by that the loss: `turn`, `(*, k, 1)`, is the
+    derivative of the loss in the phase.
+    """
+    return v + torch.complex(torch.zeros_like(turn), turn / y.sum(-1, keepdim=True).real)
+
+
 def _requested(x: Tensor, k: int, dim: int, executor: Any) -> Tensor:
     """The k first ones of the requested end, of all that there are."""
     if executor.problem.largest:
@@ -152,18 +204,27 @@ def _reduced(how: str, kept: type[Kept], derivative: str) -> Account:
 
 
 class Triplets(Executor):
-    """Triplets of matrices of float64 with at least as many rows as columns.
+    """Triplets of matrices of float64 or complex128 with at least as many rows as columns.
 
     Of numbers that float32 holds compiled kernels find right vectors, unless a singular value is so
     small that left vectors would lose digits. Everything else is decomposed, and kept.
+
+    Args:
+        common: finds complex triplets on the common path, as right vectors, values and left ones.
     """
 
-    def __init__(self, problem: Any, shape: torch.Size, columns: bool) -> None:
+    def __init__(
+        self,
+        problem: Any,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        columns: bool,
+        common: Common | None,
+    ) -> None:
         way = "singular: reduction" if problem.single else "singular: svd"
         super().__init__(problem, ("A",), way)
-        self.m = shape[-2]
-        self.columns, self.range = columns, square_range(torch.float64)
-        self.plan = _plan(problem, shape) if problem.single else None
+        self.m, self.columns, self.range, self.common = shape[-2], columns, _RANGE, common
+        self.plan = _plan(problem, shape, dtype) if problem.single else None
         self.whole = self.plan is None or _is_whole(shape)
 
     fails = "a singular value is small, or units have to be others"
@@ -219,8 +280,10 @@ class Triplets(Executor):
         chosen, values = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self).clone()
         # The sign of a triplet is that of its right vector.
         right = chosen[..., self.m :]
-        signs = sphere.signs(right).unsqueeze(-1)
-        return (signs * right, values, signs * chosen[..., : self.m]), (rows, spectrum)
+        factors = _factors(right)
+        if factors is None:
+            return None  # another reference decides
+        return (factors * right, values, factors * chosen[..., : self.m]), (rows, spectrum)
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -241,6 +304,9 @@ class Triplets(Executor):
             dA = self._apart(tensors[0], found, incoming, held if same else None)
             if dA is not None:
                 return (dA,)
+        if self.common is not None:
+            common = self.common
+            return solved_again(lambda x: common({"A": x[0]}), tensors, grads, needs)
         v = None
         if any_of_them is not None:
             g_right = torch.zeros_like(right) if g_right is None else g_right
@@ -260,19 +326,26 @@ class Triplets(Executor):
     ) -> Tensor | None:
         """The gradient by `u = Av/σ`; None where singular values nearly repeat, or vanish.
 
-        With the part `h` of the gradient of `u` that is orthogonal to `u`, `g = g_v + Aᵀh/σ` and
-        `(σ²I − AᵀA)z = g`, it is `(Az + h/σ + ∂L/∂σ u)vᵀ + σu zᵀ`.
+        With the part `h` of the gradient of `u` that is orthogonal to `u`, `g = g_v + Aᴴh/σ` and
+        `(σ²I − AᴴA)z = g`, it is `(Az + h/σ + ∂L/∂σ u)vᴴ + σu zᴴ`.
         """
         (right, values, left), (g, d_values, g_left) = found, incoming
         column = values.unsqueeze(-1)
         side = None if d_values is None else d_values.unsqueeze(-1) * left
+        if A.is_complex():
+            pairs = ((x, y) for x, y in ((g, right), (g_left, left)) if x is not None)
+            turn = sum((x.conj() * y).sum(-1, keepdim=True).imag for x, y in pairs)
+            if isinstance(turn, Tensor):
+                g = _turned(torch.zeros_like(right) if g is None else g, right, turn)
         if g_left is not None:
-            h = (g_left - (g_left * left).sum(-1, keepdim=True) * left) / column
+            along = (g_left.conj() * left).real.sum(-1, keepdim=True)
+            h = (g_left - along * left) / column
             side = h if side is None else side + h
-            g = h @ A if g is None else g + h @ A
+            back = h @ A.conj()
+            g = back if g is None else g + back
         if g is None:
             assert side is not None
-            return side.mT @ right
+            return side.mT @ right.conj()
         z = self._by_kernels(A, right, values, g) if not self.whole else None
         if self.whole and held is not None:
             z = self._in_basis(values, g, *held)
@@ -280,7 +353,7 @@ class Triplets(Executor):
             return None
         rows = z @ A.mT
         rows = rows if side is None else rows + side
-        return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2)
+        return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2).conj()
 
     def _in_basis(self, values: Tensor, g: Tensor, rows: Tensor, spectrum: Tensor) -> Tensor | None:
         """`z` from all triplets."""
@@ -292,7 +365,7 @@ class Triplets(Executor):
         if int(same.sum()) != values.numel() or not bool((values > _SMALL * top).all()):
             return None
         rise = (difference * (first + others)).masked_fill(same, math.inf)
-        return ((g @ V.mT) / rise) @ V
+        return ((g @ V.mH) / rise) @ V
 
     def _by_kernels(self, A: Tensor, right: Tensor, values: Tensor, g: Tensor) -> Tensor | None:
         """`z` for one triplet, by a factorisation of `σ²I − AᵀA`."""
@@ -310,5 +383,6 @@ class Triplets(Executor):
         return z if failed is None and bool(short.all()) else None
 
 
+_RANGE = square_range(torch.float64)
 # Of a smaller singular value, relative to the norm, `Av/σ` has too few digits.
 _SMALL = 1e-3

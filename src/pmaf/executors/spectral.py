@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pmaf import native
 from pmaf.autograd.node import Saved, attach_solved
-from pmaf.executors.base import Account, Executor, records
+from pmaf.executors.base import Account, Executor, records, solved_again
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
@@ -87,7 +87,7 @@ class WholeSpectrum(Executor):
         assert dF is not None
         with full_precision(A.device):
             if torch.is_grad_enabled():
-                return torch.autograd.grad(self.common(A), A, dF, create_graph=True)
+                return solved_again(lambda x: (self.common(x[0]),), (A,), grads, needs)
             direction = self.function.first(values, vectors, symmetric_part(dF))
             return (symmetric_part(direction),)
 

@@ -48,7 +48,7 @@ class SingularSystem(BorderedSystem):
         difference = first - second
         equal = difference.abs() <= accuracy(top.dtype, self.single) * top.unsqueeze(-1)
         rise = torch.where(equal, 1, difference * (first + second))
-        return ((v @ rows.mT) / rise).masked_fill(equal, 0) @ rows
+        return ((v @ rows.mH) / rise).masked_fill(equal, 0) @ rows
 
     def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         compiled = y.shape[-1] <= COMPILED_ROWS and plain(v) and native.takes(tensors[0])
@@ -132,18 +132,18 @@ def _rise(first: Tensor, second: Tensor) -> Tensor:
 def pulled(
     z: Tensor, y: Tensor, tensors: Tensors, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `Σ zᵀAᵀWAy` over rows in `A` and the weights, where they are needed."""
+    """Gradients of `Re Σ zᴴAᴴWAy` over rows in `A` and the weights, where they are needed."""
     A, weights = (*tensors, None)[:2]
     assert A is not None
     Az, Ay = z @ A.mT, y @ A.mT
     dA = dw = None
     if needs[0]:
         left = torch.cat([weighted(Az, weights), weighted(Ay, weights)], -2)
-        dA = (left.mT @ torch.cat([y, z], -2)).sum_to_size(A.shape)
+        dA = (left.mT @ torch.cat([y, z], -2).conj()).sum_to_size(A.shape)
     if weights is None:
         return (dA,)
     if needs[1]:
-        dw = (Az * Ay).sum(-2).sum_to_size(weights.shape)
+        dw = (Az.conj() * Ay).real.sum(-2).sum_to_size(weights.shape)
     return dA, dw
 
 

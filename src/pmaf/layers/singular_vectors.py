@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ from pmaf.linalg.roundings import HALF, blame_range, square_range
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
-from pmaf.recipe import Recipe, register
-from pmaf.reductions.base import Reduction
+from pmaf.recipe import Recipe, register, run
+from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.field import EmbeddedVectors
 from pmaf.reductions.gram import NullVector, Squares, root_of
@@ -368,23 +369,33 @@ def compiled_way_of_singular_vectors(
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
         return None
     # Only numbers that float32 holds have a Gram matrix that kernels may work on.
-    single = dtype in (*HALF, torch.float32)
-    if dtype.is_complex or (single and not is_compiled_shape(k, A.shape)):
+    single = dtype in (*HALF, torch.float32, torch.complex64)
+    if single and not is_compiled_shape(k, A):
         return None
     ends: list[Reduction] = []
     if reference is not None:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
         ends.append(Sign(k is None, block, unit=True))
-    if k is None and not posed.largest and is_alone(A.shape):
+    if k is None and not (posed.largest or dtype.is_complex) and is_alone(A.shape):
         alone = _way_of_null_vector(posed, ends)
         if alone is not None:
             return alone
-    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
+    double = torch.complex128 if dtype.is_complex else torch.float64
+    steps: list[Reduction] = [Precision(dtype, double)] if single else []
     steps += ends
     if posed.flipped:
         steps.append(End(0, True, False))
     problem = posed.bare().changed(single=single)
-    return Recipe(tuple(steps), Executor(problem, A.shape, names))
+    common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
+    complexes = common if dtype.is_complex else None
+    return Recipe(tuple(steps), Executor(problem, A.shape, double, names, complexes))
+
+
+def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
+    """Vectors and values by solvers, the requested end first."""
+    problem = PrincipalSingularVectors(tensors["A"], tensors.get("weights"), k, largest)
+    found = run(problem, report=False)
+    return found.value, found.multiplier
 
 
 def _way_of_null_vector(posed: PrincipalSingularVectors, ends: list[Reduction]) -> Recipe | None:
@@ -409,10 +420,11 @@ def is_alone(shape: torch.Size) -> bool:
     return m >= n - 1 and are_reduced_columns(m, n)
 
 
-def is_compiled_shape(k: int | None, shape: torch.Size) -> bool:
+def is_compiled_shape(k: int | None, A: Tensor) -> bool:
     """Whether kernels find k right singular vectors faster than a decomposition."""
-    n, count = shape[-1], shape[:-2].numel()
-    few = n <= COMPILED_ROWS and are_few(k or 1, n)
+    n, count = A.shape[-1], A.shape[:-2].numel()
+    # The system of the backward pass has kernels for real matrices.
+    few = n <= COMPILED_ROWS and are_few(k or 1, n) and not A.is_complex()
     return native.available and (few or is_reduced_whole(n, count))
 
 

@@ -7,6 +7,7 @@ the span of the vectors a small decomposition of their images `AV` gives the tri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -35,8 +36,8 @@ from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import Operator
 from pmaf.operators.rows import Rows
 from pmaf.operators.transposed import Transposed
-from pmaf.recipe import Recipe, register, run
-from pmaf.reductions.base import Reduction, Report, Tensors
+from pmaf.recipe import Recipe, end, register, run
+from pmaf.reductions.base import Found, Reduction, Report, Tensors
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.precision import Precision, of_short
 from pmaf.reductions.wide import Wide
@@ -133,13 +134,14 @@ def way_of_triplets(
 
 
 def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> Recipe | None:
-    """The recipe for triplets of small real matrices."""
+    """The recipe for triplets of small matrices."""
     A, k, reference = posed.matrix, posed.k, posed.reference
     shape, dtype = A.shape, A.dtype
-    if A.numel() == 0 or dtype.is_complex:
+    if A.numel() == 0:
         return None
-    single = dtype in (*HALF, torch.float32)
-    steps: list[Reduction] = [Precision(dtype, torch.float64)] if single else []
+    single = dtype in (*HALF, torch.float32, torch.complex64)
+    double = torch.complex128 if dtype.is_complex else torch.float64
+    steps: list[Reduction] = [Precision(dtype, double)] if single else []
     wide = shape[-2] < shape[-1]
     if reference is not None or wide:
         block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
@@ -148,11 +150,19 @@ def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> R
         steps.append(End(0, True, False))
     if wide:
         steps.append(Wide())
-        shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
-    if single and not is_compiled_shape(k, shape):
+        A, shape = A.mT, A.mT.shape
+    if single and not is_compiled_shape(k, A):
         return None
     problem = posed.bare().changed(k=posed.width, single=single)
-    return Recipe(tuple(steps), executors.Triplets(problem, shape, k is not None))
+    common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
+    complexes = common if dtype.is_complex else None
+    executor = executors.Triplets(problem, shape, double, k is not None, complexes)
+    return Recipe(tuple(steps), executor)
+
+
+def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
+    """Right vectors, values and left vectors by solvers, the requested end first."""
+    return end(PrincipalTriplets(tensors["A"], None, k, largest), report=False).found
 
 
 register(PrincipalTriplets, way_of_triplets, _coordinates, compiled_way_of_triplets)

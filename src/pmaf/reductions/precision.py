@@ -23,6 +23,7 @@ class Precision(Reduction):
     """Tensors of `given` become those of `computed`, and the solution one of `given`.
 
     Half precision is computed in float32; float32 in float64 where squares need all their digits.
+    Beside complex tensors, the real ones of their precision follow.
     """
 
     given: torch.dtype
@@ -38,10 +39,18 @@ class Precision(Reduction):
     def _computed(self, x: Any) -> Any:
         if isinstance(x, Operator):
             return x.with_tensors([self._computed(part) for part in x.tensors])
-        return x.to(self.computed) if isinstance(x, Tensor) and x.dtype is self.given else x
+        if not isinstance(x, Tensor):
+            return x
+        if x.dtype is self.given:
+            return x.to(self.computed)
+        alike = self.given.is_complex and x.dtype is self.given.to_real()
+        return x.to(self.computed.to_real()) if alike else x
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
-        return tuple(x.to(self.given) for x in found)
+        dtype = self.given
+        if not dtype.is_complex:
+            return tuple(x.to(dtype) for x in found)
+        return tuple(x.to(dtype if x.is_complex() else dtype.to_real()) for x in found)
 
     def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
         return self._computed(vectors)

@@ -11,13 +11,13 @@ from pmaf.runtime import ranks
 
 
 class Wide(Reduction):
-    """Triplets of a wide matrix are those of its transpose with left and right exchanged."""
+    """Triplets of a wide matrix are those of its adjoint with left and right exchanged."""
 
     words = "wide matrix -> its transpose"
 
     def apply(self, given: Tensors) -> Tensors:
         A = given["A"]
-        return {**given, "A": Transposed(A) if isinstance(A, Operator) else A.mT}
+        return {**given, "A": Transposed(A) if isinstance(A, Operator) else A.mH}
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         right, values, left = found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf.runtime.modes import is_grads_batch
+from pmaf.runtime.modes import is_grads_batch, untraced
 from pmaf.runtime.text import Named, decode
 
 Operands = Sequence[Tensor | None]
@@ -100,8 +100,13 @@ torch.library.define(
 )
 
 
+# Outside of a graph a compiler may meet the operators, and would look into them.
 @torch.library.impl("pmaf::solve", _ANY)
 def _solve(tensors: Operands, call: str) -> list[Tensor]:
+    return untraced(_run)(tensors, call)
+
+
+def _run(tensors: Operands, call: str) -> list[Tensor]:
     return [*decode(call).run(tensors)]
 
 
@@ -119,6 +124,12 @@ def _solve_vmap(
 
 @torch.library.impl("pmaf::pull", _ANY)
 def _pull(
+    tensors: Operands, seen: Tensor, grads: Operands, needs: Sequence[bool], call: str
+) -> list[Tensor]:
+    return untraced(_run_back)(tensors, seen, grads, needs, call)
+
+
+def _run_back(
     tensors: Operands, seen: Tensor, grads: Operands, needs: Sequence[bool], call: str
 ) -> list[Tensor]:
     return [*decode(call).pull(tensors, seen, grads, needs)]
