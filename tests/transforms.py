@@ -313,7 +313,7 @@ SIZED = [
         "ied, nonsymmetric, power steps, n = 30",
         "ied: power steps",
         _seeded(30, 30).abs() / 16,
-        lambda: pmaf.IED(symmetric=False),
+        lambda: pmaf.IED(symmetric=False, solver=Adaptive()),
     ),
     _sized(
         "ied, decomposition, n = 130",

@@ -13,6 +13,7 @@ from pmaf import errors, native
 from pmaf.autograd.image import entries
 from pmaf.executors.direct import Direct
 from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
+from pmaf.executors.general import DominantEigenvector
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
@@ -33,7 +34,7 @@ from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
 from pmaf.runtime.log import took
 from pmaf.solvers import Auto, Solver
-from pmaf.solvers.auto import are_reduced
+from pmaf.solvers.auto import are_reduced, is_general_and_small
 
 # The constructor of a named tuple is a function of Python, in which this is the only line.
 _named = tuple.__new__
@@ -134,9 +135,12 @@ def compiled_way_of_eigenvectors(
     posed: PrincipalEigenvectors, init: Tensor | None
 ) -> Recipe | None:
     """The recipe for eigenvectors that compiled kernels find."""
-    A, M, k, reference = posed.matrix, posed.M, posed.k, posed.reference
+    A, M, k = posed.matrix, posed.M, posed.k
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
+    if is_general_and_small(posed) and A.numel() > 0:
+        steps += _signs(posed)
+        return Recipe(tuple(steps), DominantEigenvector(posed.bare()))
     kernels = native.available and dtype in native.EIGENVECTORS
     if not (posed.symmetric and kernels and A.numel() > 0):
         return None
@@ -147,9 +151,7 @@ def compiled_way_of_eigenvectors(
         return None
     if isinstance(M, Diagonal):
         steps.append(DenseMetric())
-    if reference is not None:
-        block = isinstance(reference, Tensor) and posed.has_columns(reference)
-        steps.append(Sign(k is None, block, M is None))
+    steps += _signs(posed)
     if posed.skip or posed.flipped:
         steps.append(End(posed.skip, posed.flipped, k is None))
     common = functools.partial(_solve_commonly, k=width, largest=posed.largest)
@@ -157,6 +159,15 @@ def compiled_way_of_eigenvectors(
     if M is None:
         return Recipe(tuple(steps), CompiledEigenvectors(bare, A.shape, dtype, common))
     return Recipe(tuple(steps), CompiledPairs(_as_pair(bare), A.shape, dtype, common))
+
+
+def _signs(posed: PrincipalEigenvectors) -> list[Reduction]:
+    """The step that chooses signs, where these are not those of the kernels."""
+    reference = posed.reference
+    if reference is None:
+        return []
+    block = isinstance(reference, Tensor) and posed.has_columns(reference)
+    return [Sign(posed.k is None, block, posed.M is None)]
 
 
 def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:

@@ -88,6 +88,9 @@ _WHOLE_ROWS, _WHOLE_ROWS_OF_MANY, _MANY = 12, 32, 4
 # The most matrices of float32 with weights whose null vectors are faster found one by one, around a
 # decomposition, than several at a time from Gram matrices: `pmaf bench calls`, "nullspace weights".
 DECOMPOSED_ALONE = 16
+# The entries of all general matrices together from which on power steps pay: `pmaf bench calls`,
+# "ied symmetric=False".
+_GENERAL_ENTRIES = 20_000
 # A trace has to know in advance whether a solve returns an eigenbasis. Below this many rows it
 # takes a decomposition; above, power steps are faster in `pmaf bench ied-crossover`.
 _TRACED_ROWS = 128
@@ -183,6 +186,12 @@ def is_reduced_whole(n: int, count: int) -> bool:
     return n <= _WHOLE_ROWS or (n <= _WHOLE_ROWS_OF_MANY and count >= _MANY)
 
 
+def is_general_and_small(problem: Any) -> bool:
+    """Whether there are too few entries of general matrices for power steps."""
+    small = problem.A.numel() < _GENERAL_ENTRIES
+    return small and not problem.symmetric and problem.A.shape[-1] > 1
+
+
 def _is_traced_and_small(problem: Any) -> bool:
     A = problem.A
     return problem.symmetric and A.shape[-1] < _TRACED_ROWS and not plain(A)
@@ -230,6 +239,12 @@ REDUCED_GRAM = Line(
 )
 EXACT_SVD = Line(
     _is_double, _SVD, "in this dtype AᵀA would lose digits of A, so that A itself is decomposed"
+)
+GENERAL = Line(
+    is_general_and_small,
+    DENSE,
+    "of a small general matrix a decomposition finds the dominant eigenvector faster than power "
+    "steps prove one",
 )
 _BY_PRODUCTS = "A is known by its products, and this search needs nothing else"
 
