@@ -270,7 +270,6 @@ def test_what_has_no_recipe_takes_the_common_path(common):
     for call in (
         lambda: pmaf.ied(A, solver=Dense()),
         lambda: pmaf.ied(Matrix(A)),
-        lambda: pmaf.ied(A.abs(), symmetric=False),
         lambda: pmaf.ied(A, 8),
         lambda: pmaf.ied(A[:0]),
         lambda: torch.func.vmap(pmaf.ied)(A),

@@ -137,7 +137,7 @@ def _owned(outcome: Outcome, kind: type[Kept]) -> tuple[Tensor, ...]:
     """
     kept = outcome.kept
     copies = [x.clone(memory_format=torch.contiguous_format) for x in outcome.tensors]
-    held: Any = kept if isinstance(kept, kind) and kind in RETURNED else ()
+    held: Any = kept if type(kept) is kind and kind in RETURNED else ()
     large = [x.contiguous() if i == 0 else x.clone() for i, x in enumerate(held)]
     return *copies, *large, *(copies[0].new_empty(0) for _ in range(2 - len(large)))
 

@@ -143,5 +143,10 @@ OF_TORCH = f"{IMPLICIT!r}: {IMPLICIT.words}"
 BY_PRODUCTS = "products with A and its transpose, never its entries"
 
 
-def records(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def records(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call with these tensors."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False

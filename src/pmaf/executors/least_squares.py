@@ -97,12 +97,13 @@ class DecomposedLeastSquares(Executor):
             if x is not None and x.shape[: x.dim() - dims] != batch:
                 x = x.expand(*batch, *x.shape[x.dim() - dims :])
             whole.append(x)
-        found = native.solve_posed(self.plan, *(None if x is None else x.detach() for x in whole))
+        fixed = [None if x is None else x.detach() for x in whole]
+        found = native.solve_posed(self.plan, *fixed)
         if found is None:
             return None
         took(self.way)
         u, kept = found
-        if not records(*(x for x in whole if x is not None)):
+        if not records(*whole):
             return (u,)
         return attach_solved(self, (u,), (kept,), *whole)
 

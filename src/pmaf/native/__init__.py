@@ -603,13 +603,13 @@ def solve_posed(plan: Posed, *tensors: Tensor | None) -> tuple[Tensor, Tensor] |
     `b`, weights, radius, and `M` or its diagonal; all have the batch dimensions of `A`.
     """
     dtypes = plan.dtype, plan.dtype, plan.real, plan.real, plan.dtype
-    tensors = tuple(
+    held = [
         None if x is None else _given(x, dtype, count)
         for x, dtype, count in zip(tensors, dtypes, plan.counts)
-    )
-    A: Any = tensors[0]
+    ]
+    A: Any = held[0]
     kept = A.new_empty(plan.kept, dtype=torch.float64)
-    given = (*map(_address, tensors), kept.data_ptr())
+    given = (*map(_address, held), kept.data_ptr())
     parts = none = (0, 0)
     values = vectors = None
     if plan.square is not None:

@@ -42,10 +42,10 @@ class End(Reduction):
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         # New tensors, not views: a user may write into what a layer returns.
         if self.single:
-            return tuple(x[..., self.skip].clone() for x in found)
+            return (*[x[..., self.skip].clone() for x in found],)
         if self.flipped:
-            return tuple(x[..., self.skip :].flip(-1) for x in found)
-        return tuple(x[..., self.skip :].clone() for x in found)
+            return (*[x[..., self.skip :].flip(-1) for x in found],)
+        return (*[x[..., self.skip :].clone() for x in found],)
 
     def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
         return vectors.unsqueeze(-1) if self.lone else vectors
@@ -98,7 +98,7 @@ class Sign(Reduction):
         else:
             factor = sphere.signs(unit, reference)
         factor = factor if self.single else factor.unsqueeze(-2)
-        return vectors * factor, *others[:1], *(x * factor for x in others[1:])
+        return vectors * factor, *others[:1], *[x * factor for x in others[1:]]
 
 
 def reference_rows(reference: Any, block: bool, dtype: torch.dtype) -> Any:

@@ -61,7 +61,7 @@ class NullVector(Reduction):
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         # Some executors find the minimiser alone.
         u, *multiplier = found
-        return u, *((-x).clamp_min(0).sqrt().to(u.dtype) for x in multiplier)
+        return u, *[(-x).clamp_min(0).sqrt().to(u.dtype) for x in multiplier]
 
 
 def root_of(squares: Tensor, rounding: Tensor) -> Tensor:

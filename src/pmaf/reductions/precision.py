@@ -34,7 +34,7 @@ class Precision(Reduction):
         return f"{self.given} -> {self.computed}".replace("torch.", "")
 
     def apply(self, given: Tensors) -> Tensors:
-        return {name: self._computed(x) for name, x in given.items()}
+        return {name: x if x is None else self._computed(x) for name, x in given.items()}
 
     def _computed(self, x: Any) -> Any:
         if isinstance(x, Operator):
@@ -49,8 +49,8 @@ class Precision(Reduction):
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         dtype = self.given
         if not dtype.is_complex:
-            return tuple(x.to(dtype) for x in found)
-        return tuple(x.to(dtype if x.is_complex() else dtype.to_real()) for x in found)
+            return (*[x.to(dtype) for x in found],)
+        return (*[x.to(dtype if x.is_complex() else dtype.to_real()) for x in found],)
 
     def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
         return self._computed(vectors)
