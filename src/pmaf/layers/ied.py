@@ -122,7 +122,7 @@ def way_of_eigenvectors(
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
     steps.append(Sign(single, block, M is None, reference is not None))
-    steps.append(End(problem.skip, problem.flipped, single, lone))
+    steps.append(End(problem.skip, problem.flipped, single, lone, signed=True))
     more, bare = coordinates(problem)
     steps += more
     if not problem.largest:

@@ -348,7 +348,7 @@ def with_signs(
     reference, single = problem.reference, problem.k is None
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     sign = Sign(single, block, True, reference is not None)
-    chain: list[Reduction] = [sign, End(0, problem.flipped, single)]
+    chain: list[Reduction] = [sign, End(0, problem.flipped, single, signed=True)]
     dtype, short = problem.dtype.to_real(), []
     if dtype != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.

@@ -128,7 +128,7 @@ def way_of_triplets(
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     lone = init is not None and not problem.has_columns(init)
     sign = Sign(single, block, True, reference is not None)
-    chain += [sign, End(0, problem.flipped, single, lone), *wide]
+    chain += [sign, End(0, problem.flipped, single, lone, signed=True), *wide]
     executor = TripletsByProducts(problem.width, problem.largest, solver)
     return Recipe(tuple(chain), executor)
 

@@ -25,12 +25,14 @@ class End(Reduction):
         flipped: whether the requested end is last.
         single: whether one vector is requested, without a dimension for it, and was found with one.
         lone: whether a start is one vector, without a dimension for it.
+        signed: whether a `Sign` follows on the way back, which makes new vectors.
     """
 
     skip: int
     flipped: bool
     single: bool
     lone: bool = False
+    signed: bool = False
 
     @property
     def words(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -40,12 +42,15 @@ class End(Reduction):
         return ", ".join(parts)
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
-        # New tensors, not views: a user may write into what a layer returns.
-        if self.single:
-            return (*[x[..., self.skip].clone() for x in found],)
-        if self.flipped:
+        if self.flipped and not self.single:
             return (*[x[..., self.skip :].flip(-1) for x in found],)
-        return (*[x[..., self.skip :].clone() for x in found],)
+        which = self.skip if self.single else slice(self.skip, None)
+        vectors, values, *partners = [x[..., which] for x in found]
+        # New tensors, not views: a user may write into what a layer returns.
+        values = values.clone()
+        if self.signed:
+            return vectors, values, *partners
+        return vectors.clone(), values, *[x.clone() for x in partners]
 
     def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
         return vectors.unsqueeze(-1) if self.lone else vectors
@@ -89,14 +94,12 @@ class Sign(Reduction):
         vectors, *others = found
         rows = vectors.unsqueeze(-2) if self.single else vectors.mT
         reference = reference_rows(given["reference"], self.block, rows.dtype)
-        fixed = rows.detach()
-        unit = fixed if self.unit else sphere.project(fixed)
         if rows.is_complex():
             # The length of a vector of a pair does not change its phase.
-            rows = rows if self.unit else rows / sphere.norm(fixed).unsqueeze(-1)
+            rows = rows if self.unit else rows / sphere.norm(rows.detach()).unsqueeze(-1)
             factor = phases(rows, reference).squeeze(-1)
         else:
-            factor = sphere.signs(unit, reference)
+            factor = sphere.signs(rows if self.unit else sphere.project(rows.detach()), reference)
         factor = factor if self.single else factor.unsqueeze(-2)
         return vectors * factor, *others[:1], *[x * factor for x in others[1:]]
 

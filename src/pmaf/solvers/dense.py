@@ -61,7 +61,8 @@ class Dense(Solver):
         # A recorded decomposition has torch's own derivative, the paper's "AutoDiff".
         values, vectors = eigh(S)
         # The basis stays in eigh's order to save a copy; the requested vectors are the last.
-        top, rows = values[..., -k:], vectors[..., -k:].mT
+        basis = vectors.mT
+        top, rows = values[..., -k:], basis[..., -k:, :]
         if k > 1:
             top, rows = top.flip(-1), rows.flip(-2)
         unknown, none, converged = without_report(problem.batch_shape, values.dtype, values.device)
@@ -74,7 +75,7 @@ class Dense(Solver):
             gap=gap_of(values.detach().flip(-1), problem) if report else unknown,
             iterations=none,
             converged=converged,
-            kept=Decomposition(vectors.mT, values),
+            kept=Decomposition(basis, values),
         )
 
     def _general(self, problem: Eigenvectors) -> Outcome:
