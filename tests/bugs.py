@@ -1096,8 +1096,8 @@ PAIRS = [
         "references of several vectors are not flipped with them",
         "layers/ied.py",
         "    steps.append(Sign(single, block, M is None, reference is not None))\n"
-        "    steps.append(End(problem.skip, problem.flipped, single, lone))\n",
-        "    steps.append(End(problem.skip, problem.flipped, single, lone))\n"
+        "    steps.append(End(problem.skip, problem.flipped, single, lone, signed=True))\n",
+        "    steps.append(End(problem.skip, problem.flipped, single, lone, signed=True))\n"
         "    steps.append(Sign(single, block, M is None, reference is not None))\n",
         "test_references.py::test_what_is_asked_for_is_positive",
     ),
