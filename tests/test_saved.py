@@ -263,11 +263,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("call", ["less", "ied", "pair", "less, float64", "ied, complex"])
-def test_what_cannot_be_converted_is_refused(call, wrong):
-    call, *inputs = CALLS[call]
+@pytest.mark.parametrize("name", ["less", "ied", "pair", "less, float64", "ied, complex"])
+def test_what_cannot_be_converted_is_refused(name, wrong):
+    call, *inputs = CALLS[name]
     unpack, message = WRONG[wrong]
-    with pytest.raises(RuntimeError, match=f"saved for the backward pass as .*{message}"):
+    # Without kernels torch multiplies vectors by their signs, and reads what it saved for that.
+    first = not name.startswith("less") and not native.available
+    wanted = None if first else f"saved for the backward pass as .*{message}"
+    with pytest.raises(RuntimeError, match=wanted):
         gradients(call, inputs, (kept, unpack))
 
 
@@ -328,11 +331,18 @@ def test_zeros_without_memory_are_zeros(shape, dtype):
 
 
 def test_storage_that_was_freed():
-    """Sharded training frees parameters between the passes: that is an error, and no crash."""
+    """Sharded training frees parameters between the passes: that is an error, and no crash.
+
+    Without kernels a decomposition is kept, and the matrix is not read again.
+    """
     A = symmetric(6, n=5).clone()
-    leaf = A.requires_grad_()
+    (expected,) = torch.autograd.grad(pmaf.ied(A.requires_grad_()).vectors.sum(), A)
+    leaf = A.detach().clone().requires_grad_()
     vectors = pmaf.ied(leaf).vectors
     leaf.untyped_storage().resize_(0)
+    if not native.available:
+        assert torch.equal(torch.autograd.grad(vectors.sum(), leaf)[0], expected)
+        return
     with pytest.raises(RuntimeError, match=r"storage|out of bounds|memory"):
         torch.autograd.grad(vectors.sum(), leaf)
 

@@ -348,14 +348,16 @@ def with_signs(
     reference, single = problem.reference, problem.k is None
     block = isinstance(reference, Tensor) and problem.has_columns(reference)
     sign = Sign(single, block, True, reference is not None)
-    chain: list[Reduction] = [sign, End(0, problem.flipped, single, signed=True)]
-    dtype, short = problem.dtype.to_real(), []
-    if dtype != torch.float64:
+    dtype = problem.dtype
+    short: list[Reduction] = []
+    if dtype.to_real() != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.
         has_double = problem.device.type != "mps"
-        short.append(Precision(dtype, torch.float64 if has_double else torch.float32))
+        computed = torch.float64 if has_double else torch.float32
+        short.append(Precision(dtype, computed.to_complex() if dtype.is_complex else computed))
         bare = bare.changed(single=problem.single or has_double)
-    chain = [*chain, *steps, *short] if steps else [*short, *chain]
+    # Signs are chosen with all digits that are computed.
+    chain = [*short, sign, End(0, problem.flipped, single, signed=True), *steps]
     return tuple(chain), Direct(bare, solver, gradient)
 
 
