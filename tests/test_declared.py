@@ -265,6 +265,17 @@ def test_units_do_not_matter_to_the_comparison(scale):
         pmaf.solve(problem(scale * Q, scale * c))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(T, (1e-170, 1e-300, 1e160)), (torch.float32, (1e-25, 1e25))]
+)
+def test_numbers_whose_squares_leave_the_range_are_refused(dtype, scales):
+    """Those of a correct problem, which solvers would take for zeros or infinities."""
+    Q, c = (x.to(dtype) for x in posed(3, n=4))
+    for scale in scales:
+        with pytest.raises(ValueError, match="SphereQuadratic leave the range of the dtype"):
+            pmaf.solve(SphereQuadratic(scale * Q, scale * c))
+
+
 def test_three_tensors_are_refused_when_the_problem_is_made():
     @dataclass(frozen=True, eq=False)
     class Three(SphereQuadratic):

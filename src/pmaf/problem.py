@@ -16,7 +16,8 @@ from pmaf.gradients.by_products import Incoming, declared_gradients
 from pmaf.gradients.minimum import MinimumConditions
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues
-from pmaf.linalg.products import broadcast, dot, norm, symmetric_part
+from pmaf.linalg.products import broadcast, dot, norm, one_if_zero, symmetric_part
+from pmaf.linalg.roundings import square_range
 from pmaf.native import Gradients
 from pmaf.operators import Diagonal, Operator, as_operator
 from pmaf.operators.base import known_by_products
@@ -421,9 +422,14 @@ class Problem(Named):
         other = torch.arange(1, self.n + 1, dtype=u.dtype, device=u.device).cos()
         points = [u.detach(), sphere.project(other).expand_as(u)]
         points = [ranks.replicate(x, mesh) for x in points]
-        force, there = (ranks.whole(fixed.force(x, *fixed.tensors)) for x in points)
+        forces = [ranks.whole(fixed.force(x, *fixed.tensors)) for x in points]
         images = [ranks.whole(fixed.curvature(x.unsqueeze(-2)).squeeze(-2)) for x in points]
         u, other = (ranks.whole(x) for x in points)
+        # In units in which squares neither over- nor underflow.
+        unit = torch.stack([x.abs().amax(-1, True) for x in (*forces, *images)]).amax(0)
+        self._require_squares(unit)
+        unit = one_if_zero(unit)
+        (force, there), images = ([x / unit for x in parts] for parts in (forces, images))
         size = norm(force) + norm(there) + norm(images[0]) + norm(images[1])
         # Force and curvature may be sums of larger terms, of which each has its rounding.
         allowed = torch.finfo(u.dtype).eps ** 0.5 * size
@@ -441,6 +447,18 @@ class Problem(Named):
                 f"the curvature of {type(self).__name__} is not symmetric, by "
                 f"{float((turn / size).max()):.1e} (relative), and a second derivative is; use the "
                 "symmetric part of the matrix, 0.5 * (Q + Q.mT), in force and curvature"
+            )
+
+    def _require_squares(self, sizes: Tensor) -> None:
+        """Raise an error where solvers, which take squares, would be given zeros or infinities."""
+        low, _ = square_range(sizes.dtype)
+        high = torch.finfo(sizes.dtype).max ** 0.5 / (4 * self.n)  # sums of squares are finite
+        bad = (sizes > 0) & sizes.isfinite() & ~((sizes > low) & (sizes < high))
+        if bool(bad.any()):
+            raise ValueError(
+                f"squares of the entries of {type(self).__name__} leave the range of the dtype: "
+                f"force or curvature is about {float(sizes[bad][0]):.1e}; scale the problem, or "
+                "use float64"
             )
 
     def dims_of(self, vectors: Tensor | None) -> int:

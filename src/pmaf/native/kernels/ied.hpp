@@ -66,10 +66,9 @@ inline typename S::Number divide(typename S::Number *a, int n, typename S::Numbe
 }
 
 // Loads ±½(A + Aᴴ)/unit of each matrix, and returns the powers of two by which it was divided: ones
-// if it is not to be divided.
-template <class S>
-inline typename S::Number load(Source A, int n, int filled, double sign, typename S::Number *a,
-                               bool divided = true) {
+// without DIVIDED.
+template <class S, bool DIVIDED = true>
+inline typename S::Number load(Source A, int n, int filled, double sign, typename S::Number *a) {
   using R = typename S::Number;
   R largest;
   if constexpr (S::along_rows) {
@@ -84,7 +83,7 @@ inline typename S::Number load(Source A, int n, int filled, double sign, typenam
     load_entries<S>(A, (long)n * n, filled, n * n, a);
     largest = symmetrise((typename S::Entry *)a, n, sign);
   }
-  return divided ? divide<S>(a, n, largest) : all_of<R>(1);
+  return DIVIDED ? divide<S>(a, n, largest) : all_of<R>(1);
 }
 
 // Reduces a pair to C = T⁻¹AT⁻ᴴ, and returns the unit of C. `lower` and `spare` hold as many numbers
@@ -342,7 +341,7 @@ inline long find_pairs(const Forward &p, long first, int filled, Arena arena) {
       unit = load<S>(A, n, each, p.sign, a);
       unit = reduce_pair<S>(p, first, each, unit, a, lower, spare, inverse, work, good[slot]);
     } else {
-      unit = load<S>(A, n, each, p.sign, a, !A.single);
+      unit = A.single ? load<S, false>(A, n, each, p.sign, a) : load<S>(A, n, each, p.sign, a);
     }
     S::reduce(a, n, stride, d, e, tau, work);
     const R again = normalise(n, d, e, good[slot]);
@@ -562,7 +561,8 @@ inline long solve_complement(const Backward &p, long first, int filled, Arena ar
   const long start = first * n * n * S::parts;
   // The squares and the cubes of numbers of single precision are in the range of double precision.
   const Source matrix = pair ? Source(p.matrix, DOUBLE) : Source(p.A, p.kind);
-  const R unit = load<S>(matrix + start, n, filled, p.sign, a, !matrix.single);
+  const R unit = matrix.single ? load<S, false>(matrix + start, n, filled, p.sign, a)
+                               : load<S>(matrix + start, n, filled, p.sign, a);
   // Vectors along rows end in zeros, and without v, z is zero.
   if (S::along_rows) {
     for (int i = 0; i < stride; ++i)
