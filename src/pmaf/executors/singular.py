@@ -82,7 +82,10 @@ class SingularVectors(Executor):
         held = found if self.whole else ()
         if self.whole:
             k = self.problem.k or 1
+            top = spectrum[..., :1]
             rows, spectrum = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self)
+            if self.common is not None and _repeat(spectrum, top, self):
+                return None
         if self.plan is None:
             factors = _factors(rows)
             if factors is None:
@@ -186,6 +189,18 @@ def _turned(v: Tensor, y: Tensor, turn: Tensor) -> Tensor:
     return v + torch.complex(torch.zeros_like(turn), turn / y.sum(-1, keepdim=True).real)
 
 
+def _repeat(values: Tensor, top: Tensor, executor: Any) -> bool:
+    """Whether requested singular values repeat.
+
+    Another solve, as second derivatives of complex vectors take it, may find other vectors in their
+    span.
+    """
+    if values.shape[-1] == 1:
+        return False
+    near = accuracy(values.dtype, executor.problem.single) * top
+    return bool((values.diff(dim=-1).abs() <= near).any())
+
+
 def _requested(x: Tensor, k: int, dim: int, executor: Any) -> Tensor:
     """The k first ones of the requested end, of all that there are."""
     if executor.problem.largest:
@@ -267,6 +282,8 @@ class Triplets(Executor):
         # Of a smaller singular value the image has too few digits for a left vector.
         if not bool((values > _SMALL * top).all()):
             return None
+        if self.common is not None and _repeat(values, top, self):
+            return None
         return (right, values, images / values.unsqueeze(-1)), found if self.whole else ()
 
     def _decomposed(self, A: Tensor) -> tuple[Found, tuple[Tensor, ...]] | None:
@@ -278,6 +295,8 @@ class Triplets(Executor):
             return None  # in other units
         k = self.problem.k or 1
         chosen, values = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self).clone()
+        if self.common is not None and _repeat(values, spectrum[..., :1], self):
+            return None
         # The sign of a triplet is that of its right vector.
         right = chosen[..., self.m :]
         factors = _factors(right)

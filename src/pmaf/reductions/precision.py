@@ -57,5 +57,5 @@ class Precision(Reduction):
 
     def report(self, report: Report, found: Found, given: Tensors, posed: Tensors) -> Report:
         # Of short dtypes a report keeps all digits.
-        dtype = torch.promote_types(self.given, torch.float32)
+        dtype = torch.promote_types(self.given.to_real(), torch.float32)
         return report._replace(residual=report.residual.to(dtype), gap=report.gap.to(dtype))
