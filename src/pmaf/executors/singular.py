@@ -84,7 +84,7 @@ class SingularVectors(Executor):
             k = self.problem.k or 1
             top = spectrum[..., :1]
             rows, spectrum = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self)
-            if self.common is not None and _repeat(spectrum, top, self):
+            if k > 1 and self.common is not None and _repeat(spectrum, top, self):
                 return None
         if self.plan is None:
             factors = _factors(rows)
@@ -195,8 +195,6 @@ def _repeat(values: Tensor, top: Tensor, executor: Any) -> bool:
     Another solve, as second derivatives of complex vectors take it, may find other vectors in their
     span.
     """
-    if values.shape[-1] == 1:
-        return False
     near = accuracy(values.dtype, executor.problem.single) * top
     return bool((values.diff(dim=-1).abs() <= near).any())
 
@@ -239,6 +237,7 @@ class Triplets(Executor):
         way = "singular: reduction" if problem.single else "singular: svd"
         super().__init__(problem, ("A",), way)
         self.m, self.columns, self.range, self.common = shape[-2], columns, _RANGE, common
+        self.ambiguous = common is not None and problem.width > 1
         self.plan = _plan(problem, shape, dtype) if problem.single else None
         self.whole = self.plan is None or _is_whole(shape)
 
@@ -282,7 +281,7 @@ class Triplets(Executor):
         # Of a smaller singular value the image has too few digits for a left vector.
         if not bool((values > _SMALL * top).all()):
             return None
-        if self.common is not None and _repeat(values, top, self):
+        if self.ambiguous and _repeat(values, top, self):
             return None
         return (right, values, images / values.unsqueeze(-1)), found if self.whole else ()
 
@@ -295,7 +294,7 @@ class Triplets(Executor):
             return None  # in other units
         k = self.problem.k or 1
         chosen, values = _requested(rows, k, -2, self), _requested(spectrum, k, -1, self).clone()
-        if self.common is not None and _repeat(values, spectrum[..., :1], self):
+        if self.ambiguous and _repeat(values, spectrum[..., :1], self):
             return None
         # The sign of a triplet is that of its right vector.
         right = chosen[..., self.m :]
