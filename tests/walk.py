@@ -607,7 +607,13 @@ def _below(kind: type) -> set[type]:
     found: set[type] = set()
     for other in kind.__subclasses__():
         found |= {other, *_below(other)}
-    return {x for x in found if x.__module__.split(".")[0] == "pmaf"}
+    # Classes that examples in docstrings define have the module, too, but are not in it.
+    return {
+        x
+        for x in found
+        if x.__module__.split(".")[0] == "pmaf"
+        and getattr(sys.modules[x.__module__], x.__name__, None) is x
+    }
 
 
 # The table.
