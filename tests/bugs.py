@@ -1376,7 +1376,7 @@ LINALG = [
         "reductions/end.py",
         "return (*[x[..., self.skip :].flip(-1) for x in found],)",
         "return tuple(x[..., self.skip :] for x in found)",
-        "test_recipe.py::test_eigenvectors_with_options_are_those_of_the_common_path",
+        "test_order.py test_ied_solution.py::test_order_and_its_gradient_flip_together",
     ),
     Bug(
         "recipes: the radius does not divide b",
