@@ -246,6 +246,25 @@ GENERAL = Line(
     "of a small general matrix a decomposition finds the dominant eigenvector faster than power "
     "steps prove one",
 )
+# On a device without compiled kernels. Nothing was measured there: the reasons are counts of launches
+# and waits (docs/devices.md).
+BATCHED = Line(
+    lambda problem: not problem.A.is_cpu,
+    DENSE,
+    "on a device one batched decomposition takes fewer launches and waits than several attempts",
+)
+BATCHED_MINIMUM = Line(
+    lambda problem: not problem.A.is_cpu,
+    SECULAR,
+    "on a device one batched decomposition and a fixed number of steps take the fewest launches "
+    "and waits",
+)
+BATCHED_GRAM = Line(
+    lambda problem: not problem.A.is_cpu,
+    _SVD,
+    "on a device eigenvectors of AᵀA are found for all matrices together, and singular vectors of "
+    "A one matrix after the other",
+)
 _BY_PRODUCTS = "A is known by its products, and this search needs nothing else"
 
 # Tables.
