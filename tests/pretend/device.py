@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -78,6 +80,11 @@ class Pretend(Tensor):
     def data_ptr(self) -> int:
         raise RuntimeError("memory of the device is asked for, which only a kernel there can use")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pretend:
+        found = put(self).requires_grad_(self.requires_grad)
+        found._is_param = getattr(self, "_is_param", False)  # pyright: ignore
+        return memo.setdefault(id(self), found)
+
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Pretend({tuple(self.shape)}, {self.dtype}{grad})"
@@ -86,9 +93,14 @@ class Pretend(Tensor):
 take_as_numbers(Pretend)
 
 
+# The device's thread of the autograd engine releases its last tensors after a backward pass has
+# ended, and torch aborts the process if the interpreter is being finalized by then.
+atexit.register(time.sleep, 0.2)
+
+
 def put(x: Tensor) -> Pretend:
     """A copy of the tensor on the device; it is not counted, and autograd does not record it."""
-    return _wrapped(x.detach().clone())
+    return _wrapped(on_host(x).clone())
 
 
 def on_host(x: Tensor) -> Tensor:
