@@ -22,7 +22,7 @@ from pmaf.errors import ConvergenceWarning
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.caller import warn
 from pmaf.runtime.constant import constant
-from pmaf.runtime.modes import forward_mode, full_precision, plain, unwrapped
+from pmaf.runtime.modes import forward_mode, full_precision, has_numbers, plain, unwrapped
 
 
 def span_product(values: Tensor, vectors: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _warn_of_close(values: Tensor) -> None:
 def _closest(values: Tensor, power: float) -> float | None:
     """The least difference that is not rounding, relative to the largest value, if it is small."""
     numbers = unwrapped(values).detach()
-    if is_compiling() or type(numbers) is not Tensor or numbers.is_meta:
+    if is_compiling() or not has_numbers(numbers) or numbers.is_meta:
         return None  # there is nothing to look at
     away = (numbers.unsqueeze(-1) - numbers.unsqueeze(-2)).abs()
     size, eps = numbers.abs().amax(-1)[..., None, None], torch.finfo(numbers.dtype).eps

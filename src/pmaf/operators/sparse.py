@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pmaf.operators.base import Operator, represents
+from pmaf.runtime.modes import has_numbers
 
 
 @represents(torch.sparse_csr, torch.sparse_coo)
@@ -64,7 +65,7 @@ class Sparse(Operator):
                 f"{self!r} stores values of shape {tuple(self._values.shape)}; "
                 f"got {tuple(values.shape)}"
             )
-        if type(values) not in (Tensor, torch.nn.Parameter):
+        if not has_numbers(values):
             raise TypeError(f"the values of a sparse matrix must be a plain tensor, not {values!r}")
         other = object.__new__(Sparse)
         other._shape, other._pattern, other._values = self._shape, self._pattern, values

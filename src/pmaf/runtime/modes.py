@@ -30,8 +30,26 @@ def plain(x: Tensor) -> bool:
     )
 
 
-# Every call of a layer asks `plain`, so that these are not looked up in their modules each time.
-_NUMBERS = (Tensor, nn.Parameter)
+def take_as_numbers(kind: type[Tensor]) -> None:
+    """Treat tensors of a class as plain ones, for the rest of the process.
+
+    A subclass of `Tensor` may be anything, a trace for example, so that layers leave everything
+    that depends on numbers to opaque operators. This is for a class whose tensors always have
+    numbers, and which computes as torch does: the tensors of a device that is written in Python.
+    """
+    global _NUMBERS
+    if kind not in _NUMBERS:
+        _NUMBERS = (*_NUMBERS, kind)
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether the class of `x` is known for tensors of numbers, which no trace or transform has."""
+    return type(x) in _NUMBERS
+
+
+# Every call of a layer asks `plain`, so that these are not looked up in their modules each time. A
+# tuple of few classes is searched faster than a set.
+_NUMBERS: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _current_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
 is_grads_batch: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 

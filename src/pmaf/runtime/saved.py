@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf.runtime.modes import transformed
+from pmaf.runtime.modes import has_numbers, transformed
 
 Form = tuple[torch.dtype, torch.Size, torch.device]
 
@@ -46,7 +46,7 @@ def _converted(x: Tensor | None, form: Form | None) -> Tensor | None:
     if x is None or form is None:
         return None
     dtype, shape, device = form
-    known = type(x) in (Tensor, nn.Parameter) and not (x.is_meta and device.type != "meta")
+    known = has_numbers(x) and not (x.is_meta and device.type != "meta")
     if not known or x.shape != shape or x.is_complex() != dtype.is_complex:
         raise RuntimeError(
             f"a tensor was saved for the backward pass as {_words(dtype, shape, device)}, and a "
