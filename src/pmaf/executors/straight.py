@@ -43,11 +43,15 @@ def _run(program: Callable[..., _Result], *given: Any) -> _Result | None:
         return None
 
 
-def _proved(way: str, evidence: Evidence, parts: Found) -> Found | None:
-    """The parts of a result if it is proved; where nobody looks, nan takes the place of others."""
+def _proved(way: str, evidence: Evidence, parts: Found, dims: int) -> Found | None:
+    """The parts of a result if it is proved; where nobody looks, nan takes the place of others.
+
+    Args:
+        dims: how many dimensions the batch has.
+    """
     if not looks(evidence.numbers):
-        marks = evidence.marks()
-        parts = tuple(x + marks.reshape(*marks.shape, *(1,) * (x.dim() - marks.dim())) for x in parts)
+        marks = evidence.marks(dims)
+        parts = tuple(x + marks.reshape(*marks.shape, *(1,) * (x.dim() - dims)) for x in parts)
     elif not evidence.holds():
         return None
     took(way)
@@ -82,7 +86,7 @@ class StraightEigenvectors(Executor):
             return None
         rows, values = found.rows, found.values
         parts = (rows.mT, values) if self.columns else (rows.squeeze(-2), values.squeeze(-1))
-        parts = _proved(self.way, found.evidence, parts)
+        parts = _proved(self.way, found.evidence, parts, values.dim() - 1)
         if parts is None or not records(*given):
             return parts
         return attach_solved(self, parts, (found.every_row, found.every_value), *given)
@@ -133,7 +137,7 @@ class StraightLeastSquares(Executor):
         found = _run(least_squares.minimum, data, self.form)
         if found is None:
             return None
-        parts = _proved(self.way, found.evidence, (found.u,))
+        parts = _proved(self.way, found.evidence, (found.u,), found.u.dim() - 1)
         if parts is None or not records(*given):
             return parts
         return attach_solved(self, parts, tuple(found.kept), *given)
@@ -151,7 +155,7 @@ class StraightLeastSquares(Executor):
         data, kept = least_squares.Data(*tensors), least_squares.Kept(*held)
         if not same:
             kept = least_squares.minimum(data, self.form).kept
-        return least_squares.gradients(data, self.form, kept, u, v, needs)
+        return least_squares.gradients(data, self.form, kept, v, needs)
 
 
 class StraightSingularVectors(Executor):
@@ -181,7 +185,7 @@ class StraightSingularVectors(Executor):
             return None
         rows, values = found.rows, found.values
         parts = (rows.mT, values) if self.columns else (rows.squeeze(-2), values.squeeze(-1))
-        parts = _proved(self.way, found.evidence, parts)
+        parts = _proved(self.way, found.evidence, parts, values.dim() - 1)
         if parts is None or not records(*given):
             return parts
         return attach_solved(self, parts, (found.every_row, found.every_value), *given)
@@ -248,12 +252,13 @@ class StraightTriplets(Triplets):
         found = _run(singular.triplets, A.detach(), *form)
         if found is None:
             return None
-        parts: Found = found.rows, found.values, found.left
+        values = found.values
+        parts: Found = found.rows, values, found.left
         if self.columns:
             parts = parts[0].mT, parts[1], parts[2].mT
         else:
             parts = parts[0].squeeze(-2), parts[1].squeeze(-1), parts[2].squeeze(-2)
-        parts = _proved(self.way, found.evidence, parts)
+        parts = _proved(self.way, found.evidence, parts, values.dim() - 1)
         if parts is None or not records(A):
             return parts
         return attach_solved(self, parts, (found.every_row, found.every_value), A)

@@ -25,8 +25,8 @@ from pmaf.reductions.precision import of_short
 from pmaf.linalg.roundings import working_dtype
 from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
 from pmaf.solvers import Auto, Secular, Solver
-from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
-from pmaf.straight.least_squares import Kind as Form
+from pmaf.solvers.auto import BATCHED_SVD, SECULAR, are_decomposed, are_reduced_columns
+from pmaf.straight.least_squares import Kind, Method
 
 # The problem of solvers, on the unit sphere, without its tensors.
 
@@ -131,7 +131,11 @@ def _straight_way(
         steps.append(VectorMetric())
     length = 1.0 if isinstance(radius, Tensor) else float(radius)
     computed = working_dtype(dtype, device)
-    form = Form(computed, computed != dtype, posed.ball, diagonal, length)
+    rows = 2 * max(m, n) if A.is_complex() else max(m, n)
+    method = Method.PROMOTED
+    if computed == dtype:
+        method = Method.EXACT if rows <= BATCHED_SVD else Method.REFINED
+    form = Kind(computed, method, posed.ball, diagonal, length)
     again = functools.partial(_solved, length, posed.ball, diagonal)
     return Recipe(tuple(steps), StraightLeastSquares(again, form))
 

@@ -246,6 +246,9 @@ GENERAL = Line(
     "of a small general matrix a decomposition finds the dominant eigenvector faster than power "
     "steps prove one",
 )
+# The most rows and columns of matrices that cuSOLVER decomposes into singular vectors all together;
+# larger ones it takes one after the other.
+BATCHED_SVD = 32
 # On a device without compiled kernels. Nothing was measured there: the reasons are counts of launches
 # and waits (docs/devices.md).
 BATCHED = Line(

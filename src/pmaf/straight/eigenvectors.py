@@ -39,7 +39,8 @@ def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
     rows, found = end(every, values, k, largest)
     numbers = torch.linalg.vector_norm(values, math.inf, -1)
     if signed:
-        rows, known = oriented(rows)
+        factor, known = factors(rows)
+        rows = rows * factor
         numbers = numbers if known is None else where_proved(known, numbers)
     # Where squares leave the range, the derivative may, and another way changes units.
     return Vectors(rows, found, every, values, Evidence(numbers, *square_range(values.dtype)))
@@ -48,8 +49,8 @@ def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
 def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
     """k eigenvectors of each pair `Ay = λMy` with `yᴴMy = 1`, of which every row has that length.
 
-    They are proved by their residuals and products in the given variables: where `M` is too
-    ill-conditioned for its factor, the evidence fails.
+    They are proved by their residuals in the given variables: where `M` is too ill-conditioned for
+    its factor, the evidence fails. Lengths and products in `M` have rounding errors of `M` alone.
     """
     A, M = A + A.mH, M + M.mH
     lower, info = cholesky(M)
@@ -59,26 +60,18 @@ def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vector
     vectors = math.sqrt(2) * torch.linalg.solve_triangular(lower.mH, vectors, upper=True)
     every = vectors.mT
     rows, found = end(every, values, k, largest)
-    images, duals = rows @ A.mT, rows @ M.mT
-    rest = norm(torch.addcmul(images, found.unsqueeze(-1).to(rows.dtype), duals, value=-1))
-    size, mass = torch.linalg.matrix_norm(A), torch.linalg.matrix_norm(M)
+    column = found.unsqueeze(-1).to(rows.dtype)
+    rest = norm(torch.addcmul(rows @ A.mT, column, rows @ M.mT, value=-1))
+    size, mass = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in (A, M))
     length = norm(rows)
-    allowed = torch.addcmul(size.unsqueeze(-1), found.abs(), mass.unsqueeze(-1)) * length
-    eps = torch.finfo(values.dtype).eps
-    # The products of the vectors among each other have rounding of ‖M‖ times their lengths.
-    products = (0.5 * duals.conj() @ rows.mT).abs()
-    excess = (products - _eye(k, products)).abs().amax((-2, -1))
-    straight = excess <= SETTLED * eps * mass * length.amax(-1).square()
-    proved = straight & (rest <= SETTLED * eps * allowed).all(-1) & (info == 0)
+    numbers = rest / (torch.addcmul(size, found.abs(), mass) * length)
+    proved = info.unsqueeze(-1) == 0
     if signed:
-        rows, known = oriented(rows, length)
-        proved = proved if known is None else proved & known
-    evidence = Evidence(where_proved(proved, size), *square_range(values.dtype))
-    return Vectors(rows, found, every, values, evidence)
-
-
-def _eye(k: int, like: Tensor) -> Tensor:
-    return torch.eye(k, dtype=like.dtype, device=like.device)
+        factor, known = factors(rows, length)
+        rows = rows * factor
+        proved = proved if known is None else proved & known.unsqueeze(-1)
+    limit = SETTLED * torch.finfo(values.dtype).eps
+    return Vectors(rows, found, every, values, Evidence(where_proved(proved, numbers), 0, limit))
 
 
 def end(rows: Tensor, values: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -91,20 +84,22 @@ def end(rows: Tensor, values: Tensor, k: int, largest: bool) -> tuple[Tensor, Te
     return rows[..., n - k :, :].flip(-2), values[..., n - k :].flip(-1)
 
 
-def oriented(rows: Tensor, length: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rows whose sums of components are positive, and for complex ones where these are known.
+def factors(rows: Tensor, length: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """What makes the sums of components of rows positive, `(*, k, 1)`.
+
+    Beside it, for complex rows, is a mask of the entries `(*,)` where these sums are not rounding.
 
     Args:
         length: of the rows, `(*, k)`, if they are no unit vectors.
     """
     if not rows.is_complex():
         unit = rows if length is None else rows / length.unsqueeze(-1)
-        return rows * sphere.signs(unit).unsqueeze(-1), None
+        return sphere.signs(unit).unsqueeze(-1), None
     total = rows.sum(-1)
     size = total.abs()
     least = merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5
     known = size > (least if length is None else least * length)
-    return rows * (total.conj() / size).unsqueeze(-1), known.all(-1)
+    return (total.conj() / size).unsqueeze(-1), known.all(-1)
 
 
 def turned(v: Tensor, rows: Tensor) -> Tensor:

@@ -10,30 +10,36 @@ from torch import Tensor
 
 
 class Evidence(NamedTuple):
-    """Numbers, one for each entry of a batch, that lie between two bounds where a result is right.
+    """Numbers, any of each entry of a batch, that lie between two bounds where a result is right.
 
-    They are nan where a result is not finite, or was not proved. Zero is right: it is the size of
-    a matrix of zeros.
+    They are nan or infinite where a result is not finite, or was not proved.
     """
 
     numbers: Tensor
     low: float = 0.0
     high: float = math.inf
+    zero: bool = True  # whether zero is right, too, as the size of a matrix of zeros is
 
     def holds(self) -> bool:
         """Whether every entry is right; the host waits for the device, once."""
         if self.numbers.numel() == 0:
             return True
         least, most = torch.stack(self.numbers.aminmax()).tolist()
-        return (self.low < least or least == 0) and most < self.high
+        return (self.low < least or (self.zero and least == 0)) and most < self.high
 
-    def marks(self) -> Tensor:
-        """Zero where an entry is right, and nan elsewhere, `(*,)`; the host does not wait."""
+    def marks(self, dims: int) -> Tensor:
+        """Zero where an entry is right, and nan elsewhere; the host does not wait.
+
+        Args:
+            dims: how many dimensions the batch has.
+        """
         x = self.numbers
-        right = ((x > self.low) | (x == 0)) & (x < self.high)
+        right = (x > self.low) & (x < self.high)
+        right = right | (x == 0) if self.zero else right
+        right = right.flatten(dims).all(-1) if x.dim() > dims else right
         return torch.where(right, 0.0, math.nan)
 
 
 def where_proved(proved: Tensor, size: Tensor) -> Tensor:
-    """The sizes `(*,)` where a mask says that a result is right, and nan elsewhere."""
-    return torch.where(proved, size, math.nan)
+    """The sizes where a mask says that a result is right, and infinity or nan elsewhere."""
+    return size / proved

@@ -19,11 +19,11 @@ from pmaf.gradients.singular import pulled
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import LOOSE
-from pmaf.linalg.singular import accuracy, weighted, weighted_gram
-from pmaf.straight.eigenvectors import end, oriented
+from pmaf.linalg.singular import accuracy, rooted
+from pmaf.straight.eigenvectors import end, factors
 from pmaf.straight.evidence import Evidence, where_proved
 
-# Of a smaller singular value, relative to the norm, `Av/σ` has too few digits.
+# Of a smaller singular value, relative to the largest, `Av/σ` has too few digits.
 SMALL = 1e-3
 
 
@@ -57,19 +57,19 @@ def right_vectors(
         single: whether the numbers have the digits of float32, and are in float64.
         signed: whether signs or phases are chosen, so that sums of components are positive.
     """
-    squares, vectors = eigh(weighted_gram(A, weights))
+    # A weight below zero makes nan of everything.
+    root = rooted(A, weights)
+    squares, vectors = eigh(root.mH @ root)
     every = vectors.mT
     # Squares of zero are rounding, which may be negative.
     values = squares.clamp_min(0).sqrt()
     rows, found = end(every, values, k, largest)
     size, proved = squares[..., -1], None
-    if weights is not None:
-        proved = (weights >= 0).all(-1)
     if not single:
-        rows, found, small = _refined(A, weights, rows, found, every, values)
-        proved = small if proved is None else proved & small
+        rows, found, proved = _refined(root, rows, found, every, values)
     if signed:
-        rows, known = oriented(rows)
+        factor, known = factors(rows)
+        rows = rows * factor
         if known is not None:
             proved = known if proved is None else proved & known
     numbers = size if proved is None else where_proved(proved, size)
@@ -79,16 +79,15 @@ def right_vectors(
 
 
 def _refined(
-    A: Tensor, weights: Tensor | None, rows: Tensor, found: Tensor, every: Tensor, values: Tensor
+    A: Tensor, rows: Tensor, found: Tensor, every: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and their values after one step towards singular vectors of `A`, and where it is small."""
-    image = weighted(rows @ A.mT, weights) @ A.conj()
+    image = (rows @ A.mT) @ A.conj()
     step = (image @ every.mH / _rises(found, values, False)) @ every
     rows = rows + step
     rows = rows / norm(rows).unsqueeze(-1)
-    root = A if weights is None else A * weights.sqrt().unsqueeze(-1)
     small = (norm(step) <= LOOSE * torch.finfo(values.dtype).eps).all(-1)
-    return rows, norm(rows @ root.mT), small
+    return rows, norm(rows @ A.mT), small
 
 
 def _rises(found: Tensor, values: Tensor, single: bool) -> Tensor:
@@ -128,17 +127,17 @@ def triplets(
     images = rows @ A.mT
     values = norm(images)
     left = images / values.unsqueeze(-1)
-    evidence = found.evidence
-    proved = (values > SMALL * found.every_value[..., -1:]).all(-1)
-    if signed and by_left:
-        turned_left, known = oriented(left)
-        # Both vectors have one sign or phase.
-        factor = (turned_left * left.conj()).sum(-1, keepdim=True)
-        rows, left = rows * factor, turned_left
-        proved = proved if known is None else proved & known
-    numbers = where_proved(proved, evidence.numbers)
-    every = found.every_row, found.every_value
-    return Both(rows, values, left, *every, evidence._replace(numbers=numbers))
+    # Of a smaller singular value the image has too few digits for a left vector.
+    numbers = values / found.every_value[..., -1:]
+    if signed and by_left:  # both vectors have one sign or phase
+        factor, known = factors(left)
+        rows, left = rows * factor, left * factor
+        numbers = numbers if known is None else where_proved(known.unsqueeze(-1), numbers)
+    if not single or A.is_complex():
+        before = found.evidence
+        numbers = numbers + before.marks(before.numbers.dim()).unsqueeze(-1)
+    evidence = Evidence(numbers, SMALL, zero=False)
+    return Both(rows, values, left, found.every_row, found.every_value, evidence)
 
 
 def pull_triplets(
