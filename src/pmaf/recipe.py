@@ -30,6 +30,7 @@ from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back
 from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
 from pmaf.runtime import ranks
+from pmaf.runtime.checks import looks
 from pmaf.runtime.modes import forward_mode, plain, untraced
 from pmaf.runtime.text import abbreviated
 from pmaf.runtime.threads import OneThread
@@ -95,9 +96,18 @@ Way = Callable[[Any, Solver, Gradient, Tensor | None], Recipe]
 # From a problem to the steps that change its coordinates, and to the problem in these, without its
 # tensors, for which certificates are.
 Change = Callable[[Any], tuple[list[Reduction], Any]]
-# From a problem, a start and a device to the recipe of a call that has a short way there, or None:
-# by compiled kernels on the CPU, where the device is None, and by straight-line programs elsewhere.
-ShortWay = Callable[[Any, Tensor | None, torch.device | None], Recipe | None]
+
+
+class Place(NamedTuple):
+    """Where the tensors of a call are, if not on the CPU."""
+
+    device: torch.device
+    waits: bool  # whether the host may wait for the device
+
+
+# From a problem, a start and a place to the recipe of a call that has a short way there, or None:
+# by compiled kernels on the CPU, where the place is None, and by straight-line programs elsewhere.
+ShortWay = Callable[[Any, Tensor | None, Place | None], Recipe | None]
 
 
 class Ways(NamedTuple):
@@ -114,9 +124,7 @@ class Ways(NamedTuple):
 _WAYS: dict[type, Ways] = {}
 
 
-def register(
-    kind: type, solved: Way, coordinates: Change, short: ShortWay | None = None
-) -> None:
+def register(kind: type, solved: Way, coordinates: Change, short: ShortWay | None = None) -> None:
     """Say how the recipes for a class of problems, and for its subclasses, are found."""
     _WAYS[kind] = Ways(solved, coordinates, short)
 
@@ -334,7 +342,7 @@ def short_recipe(
         given: its tensors and the start by name; those that are optional may be None.
         options: what else the problem consists of, in the order of `kind.options`.
     """
-    forms, device = [], None
+    forms, place = [], None
     for x in given.values():
         if x is None:
             forms.append(None)
@@ -347,7 +355,7 @@ def short_recipe(
             if not plain(x) or x.layout is not _STRIDED:
                 return None
             if not x.is_cpu:
-                device = x.device
+                place = place or Place(x.device, looks(x))
             forms.append(_named(Form, (x.shape, x.dtype, diagonal)))
         elif type(x) in _RULES:
             forms.append(x)
@@ -355,16 +363,16 @@ def short_recipe(
             return None
     if forward_ad._current_level >= 0 and forward_mode(*given.values()):
         return None
-    if device is not None and not _are_on(device, given):
+    if place is not None and not _are_on(place.device, given):
         return None
     try:
-        recipe = _recipe(kind, solver, gradient, device, (*given,), *options, *forms)
+        recipe = _recipe(kind, solver, gradient, place, (*given,), *options, *forms)
     except TypeError:  # an argument that cannot be hashed, of which the common path complains
         return None
     if recipe is None:
         return None
     start = given["init"]
-    if start is not None and device is None and not math.isfinite(float(start.detach().sum())):
+    if start is not None and place is None and not math.isfinite(float(start.detach().sum())):
         return None  # the common path says what is wrong
     return recipe
 
@@ -397,7 +405,7 @@ def _recipe(
     kind: Any,
     solver: Any,
     gradient: Any,
-    device: torch.device | None,
+    place: Place | None,
     names: tuple[str, ...],
     *others: Any,
 ) -> Recipe | None:
@@ -418,7 +426,7 @@ def _recipe(
         if init is not None:
             problem.require_start(init)
         # A diagonal matrix that is the first of the inputs is solved by products.
-        return None if isinstance(problem.first, Operator) else short(problem, init, device)
+        return None if isinstance(problem.first, Operator) else short(problem, init, place)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

@@ -72,8 +72,8 @@ class StraightEigenvectors(Executor):
         names = ("A", "M") if pair else ("A",)
         super().__init__(problem, names, "pairs: straight" if pair else "ied: straight")
         self.columns, self.signed = problem.k is not None, signed
-        self.program = eigenvectors.of_pair if pair else eigenvectors.of_matrix
-        self.reverse = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
+        self.program: Any = eigenvectors.of_pair if pair else eigenvectors.of_matrix
+        self.reverse: Any = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
 
     def account(self, tensors: Tensors) -> Account:
         return Account("Dense(): batched decomposition", BATCHED.reason, Whole.words, _DERIVATIVE)
@@ -200,8 +200,7 @@ class StraightSingularVectors(Executor):
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         v, d_values = grads
-        first = v is not None and d_values is None and may_compile(v, None)
-        if first:
+        if v is not None and d_values is None and may_compile(v, None):
             return self._pulled(saved, v, needs)
         if self.common is not None:
             common, names = self.common, self.names
@@ -210,9 +209,7 @@ class StraightSingularVectors(Executor):
 
     compiles = False  # `differentiate` is not asked
 
-    def _pulled(
-        self, saved: Saved, v: Tensor, needs: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
+    def _pulled(self, saved: Saved, v: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
         tensors, (y, values), held, same = saved
         if not same:
             found = self._found(tensors)
@@ -224,7 +221,9 @@ class StraightSingularVectors(Executor):
             y, v, values = y.unsqueeze(-2), v.unsqueeze(-2), values.unsqueeze(-1)
         if v.is_complex() and self.signed:
             v = eigenvectors.turned(v, y)
-        return singular.pull_right(tensors, y, values, *held, v, self.problem.single, needs)
+        rows, every = held
+        single = self.problem.single
+        return singular.pull_right(tensors, y, values, rows, every, v, single, needs)
 
 
 class StraightTriplets(Triplets):
@@ -253,7 +252,7 @@ class StraightTriplets(Triplets):
         if found is None:
             return None
         values = found.values
-        parts: Found = found.rows, values, found.left
+        parts: Any = found.rows, values, found.left
         if self.columns:
             parts = parts[0].mT, parts[1], parts[2].mT
         else:

@@ -21,6 +21,7 @@ from pmaf.gradients.base import Reverse
 from pmaf.gradients.constrained import times
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.host import on_host
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
@@ -31,7 +32,7 @@ from pmaf.linalg.roundings import HALF, blame_range, square_range, working_dtype
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
-from pmaf.recipe import Recipe, register, run
+from pmaf.recipe import Place, Recipe, register, run
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.field import EmbeddedVectors
@@ -363,12 +364,13 @@ def with_signs(
 
 
 def short_way_of_singular_vectors(
-    posed: PrincipalSingularVectors, init: Tensor | None, device: torch.device | None
+    posed: PrincipalSingularVectors, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
     """The recipe for right singular vectors by compiled kernels, or by a straight-line program."""
-    if device is not None:
-        return _straight_way(posed, device)
-    A, weights, k, reference = posed.matrix, posed.weights, posed.k, posed.reference
+    if place is not None:
+        found = on_host(short_way_of_singular_vectors, posed, init, place)
+        return found or _straight_way(posed, place.device)
+    A, weights, k = posed.matrix, posed.weights, posed.k
     dtype = A.dtype
     names = ("A",) if weights is None else ("A", "weights")
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):

@@ -18,6 +18,7 @@ from pmaf.executors.direct import Ended
 from pmaf.executors.spectral import DIFFERENCES, WholeSpectrum
 from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.host import on_host
 from pmaf.layers.spectral import (
     COARSER,
     Function,
@@ -39,7 +40,7 @@ from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.problem import Problem
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
+from pmaf.recipe import AUTO, IMPLICIT, Place, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Report, Tensors
 from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
@@ -238,8 +239,8 @@ class FunctionOfSpectrum:
             _, solver, why = PrincipalEigenvectors(A, k).choice()
             how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
-        device = None if A.is_cpu else A.device
-        short = _short_way(self.problem.changed(A=A), None, device)
+        place = None if A.is_cpu else Place(A.device, True)
+        short = _short_way(self.problem.changed(A=A), None, place)
         if short is not None:
             return short.account({"A": A})
         complexes, n = A.is_complex(), A.shape[-1]
@@ -282,8 +283,11 @@ def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: An
     return Recipe((), FunctionOfSpectrum(problem.bare()))
 
 
-def _short_way(posed: SpectralFunction, init: Any, device: torch.device | None) -> Recipe | None:
+def _short_way(posed: SpectralFunction, init: Any, place: Place | None) -> Recipe | None:
     """The recipe of a named function of a dense matrix all of whose eigenpairs are found."""
+    found = None if place is None else on_host(_short_way, posed, init, place)
+    if found is not None:
+        return found
     A, name = posed.A, posed.function
     assert isinstance(A, Tensor)
     if A.numel() == 0 or not isinstance(name, str):
@@ -291,9 +295,9 @@ def _short_way(posed: SpectralFunction, init: Any, device: torch.device | None) 
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
     function = _posed(NAMED[name], posed.k, posed.largest, A.shape[-1])
-    line = BATCHED if device is not None else chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
+    line = BATCHED if place is not None else chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
     kernels = isinstance(line.solver, Reduction)
-    if device is None and not kernels and (dtype.is_complex or is_few(A, function.k)):
+    if place is None and not kernels and (dtype.is_complex or is_few(A, function.k)):
         return None
     common = functools.partial(function_of, posed=function)
     bare = posed.bare()

@@ -105,6 +105,9 @@ class Rows:
     def agreed(self, done: Tensor) -> bool:
         return ranks.agreed(done, self.mesh)
 
+    def answers(self, masks: Tensor) -> list[bool]:
+        return ranks.answers(masks, self.mesh)
+
     @cached_property
     def of_symmetric_part(self) -> Callable[[Tensor], Tensor]:
         """Products with `½(A + Aᵀ)`, or with `A` where that is symmetric."""

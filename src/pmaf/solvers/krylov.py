@@ -151,7 +151,7 @@ def search_eigenvectors(
         tolerance=tolerance,
         limit=solver.max_products,
         symmetric=isinstance(task, Largest),
-        agreed=rows.agreed,
+        answers=rows.answers,
         metric=metric,
         floor=floor,
     )

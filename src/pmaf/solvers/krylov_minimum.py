@@ -102,7 +102,7 @@ class _Searches:
             tolerance=tolerance,
             limit=min(left, limit or left),
             symmetric=True,
-            agreed=self.rows.agreed,
+            answers=self.rows.answers,
         )
         self.products += found.products
         return found

@@ -143,9 +143,9 @@ def pull_pair(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `A` and `M`, given those of rows and of values.
 
-    That of `A` is the one of a matrix. As `(A − λM)y = 0`, that of `M` is `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`,
-    less `½ Σ yᵢ yᵢᴴvⱼ yⱼᴴ` over all `i` with `λᵢ = λⱼ`, `j` itself among them: lengths and products
-    of these vectors in `M` are fixed.
+    That of `A` is the one of a matrix. As `(A − λM)y = 0`, that of `M` is the Hermitian part of
+    `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`, less `½ Σ yᵢ yᵢᴴvⱼ yⱼᴴ` over all `i` with `λᵢ = λⱼ`, `j` itself
+    among them: lengths and products of these vectors in `M` are fixed.
     """
     z = inside = None
     if v is not None:

@@ -81,7 +81,7 @@ def right_vectors(
 def _refined(
     A: Tensor, rows: Tensor, found: Tensor, every: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and their values after one step towards singular vectors of `A`, and where it is small."""
+    """Rows and values after one step towards singular vectors of `A`, and where it is small."""
     image = (rows @ A.mT) @ A.conj()
     step = (image @ every.mH / _rises(found, values, False)) @ every
     rows = rows + step
@@ -113,9 +113,7 @@ def pull_right(
     return pulled(z, rows, tuple(tensors), needs)
 
 
-def triplets(
-    A: Tensor, k: int, largest: bool, single: bool, signed: bool, by_left: bool
-) -> Both:
+def triplets(A: Tensor, k: int, largest: bool, single: bool, signed: bool, by_left: bool) -> Both:
     """k singular triplets of a matrix with at least as many rows as columns.
 
     Args:
@@ -182,6 +180,3 @@ def pull_triplets(
     rows = z @ A.mT
     rows = rows if side is None else rows + side
     return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2).conj()
-
-
-
