@@ -95,8 +95,9 @@ Way = Callable[[Any, Solver, Gradient, Tensor | None], Recipe]
 # From a problem to the steps that change its coordinates, and to the problem in these, without its
 # tensors, for which certificates are.
 Change = Callable[[Any], tuple[list[Reduction], Any]]
-# From a problem and a start to a recipe by compiled kernels, or None.
-CompiledWay = Callable[[Any, Tensor | None], Recipe | None]
+# From a problem, a start and a device to the recipe of a call that has a short way there, or None:
+# by compiled kernels on the CPU, where the device is None, and by straight-line programs elsewhere.
+ShortWay = Callable[[Any, Tensor | None, torch.device | None], Recipe | None]
 
 
 class Ways(NamedTuple):
@@ -107,17 +108,17 @@ class Ways(NamedTuple):
 
     solved: Way
     coordinates: Change
-    compiled: CompiledWay | None = None
+    short: ShortWay | None = None
 
 
 _WAYS: dict[type, Ways] = {}
 
 
 def register(
-    kind: type, solved: Way, coordinates: Change, compiled: CompiledWay | None = None
+    kind: type, solved: Way, coordinates: Change, short: ShortWay | None = None
 ) -> None:
     """Say how the recipes for a class of problems, and for its subclasses, are found."""
-    _WAYS[kind] = Ways(solved, coordinates, compiled)
+    _WAYS[kind] = Ways(solved, coordinates, short)
 
 
 def ways_of(kind: type) -> Ways:
@@ -193,7 +194,7 @@ class _Call(Whole):
 
     def ended(self, problem: Any, init: Tensor | None) -> tuple[Found, Report | None]:
         kind, solver, gradient = type(problem), self.solver, self.gradient
-        if not self.report and ways_of(kind).compiled is not None:
+        if not self.report and ways_of(kind).short is not None:
             given = {**problem.named, "init": init}
             options = tuple(getattr(problem, name) for name in kind.options)
             recipe = short_recipe(kind, given, options, solver, gradient)
@@ -314,7 +315,7 @@ def run_finite(
     return ranks.replace_tensors(found, spread)
 
 
-# Calls that compiled kernels solve.
+# Calls that have a short way.
 
 
 def short_recipe(
@@ -324,7 +325,7 @@ def short_recipe(
     solver: Solver | None,
     gradient: Gradient | None,
 ) -> Recipe | None:
-    """The cached recipe of a call that compiled kernels solve; None if it has none.
+    """The cached recipe of a call by compiled kernels or a straight-line program, if it has one.
 
     The recipe does not run for all numbers: `Recipe.run` may return None.
 
@@ -333,7 +334,7 @@ def short_recipe(
         given: its tensors and the start by name; those that are optional may be None.
         options: what else the problem consists of, in the order of `kind.options`.
     """
-    forms = []
+    forms, device = [], None
     for x in given.values():
         if x is None:
             forms.append(None)
@@ -343,8 +344,10 @@ def short_recipe(
             x = x.d
         if isinstance(x, Tensor):
             # Asked first, so that a trace compares no sizes.
-            if not plain(x) or not x.is_cpu or x.layout is not _STRIDED:
+            if not plain(x) or x.layout is not _STRIDED:
                 return None
+            if not x.is_cpu:
+                device = x.device
             forms.append(_named(Form, (x.shape, x.dtype, diagonal)))
         elif type(x) in _RULES:
             forms.append(x)
@@ -352,16 +355,24 @@ def short_recipe(
             return None
     if forward_ad._current_level >= 0 and forward_mode(*given.values()):
         return None
+    if device is not None and not _are_on(device, given):
+        return None
     try:
-        recipe = _recipe(kind, solver, gradient, (*given,), *options, *forms)
+        recipe = _recipe(kind, solver, gradient, device, (*given,), *options, *forms)
     except TypeError:  # an argument that cannot be hashed, of which the common path complains
         return None
     if recipe is None:
         return None
     start = given["init"]
-    if start is not None and not math.isfinite(float(start.detach().sum())):
+    if start is not None and device is None and not math.isfinite(float(start.detach().sum())):
         return None  # the common path says what is wrong
     return recipe
+
+
+def _are_on(device: torch.device, given: Tensors) -> bool:
+    """Whether all tensors are on one device."""
+    parts = (x.d if type(x) is Diagonal else x for x in given.values())
+    return all(x.device == device for x in parts if isinstance(x, Tensor))
 
 
 _STRIDED = torch.strided
@@ -383,7 +394,12 @@ _named = tuple.__new__
 # Typed, because True is equal to 1, and is no integer here.
 @functools.lru_cache(maxsize=1024, typed=True)
 def _recipe(
-    kind: Any, solver: Any, gradient: Any, names: tuple[str, ...], *others: Any
+    kind: Any,
+    solver: Any,
+    gradient: Any,
+    device: torch.device | None,
+    names: tuple[str, ...],
+    *others: Any,
 ) -> Recipe | None:
     """The recipe for a signature: options, then forms by names."""
     errors.refuse_trace()  # the sizes in a trace of TorchScript are tensors, which are in no cache
@@ -395,14 +411,14 @@ def _recipe(
     options, forms = others[:-count], others[-count:]
     blank = {name: _blank(x) for name, x in zip(names, forms)}
     init = blank.pop("init")
-    compiled = _WAYS[kind].compiled
-    assert compiled is not None
+    short = _WAYS[kind].short
+    assert short is not None
     try:
         problem = kind(**blank, **dict(zip(kind.options, options, strict=True)))
         if init is not None:
             problem.require_start(init)
         # A diagonal matrix that is the first of the inputs is solved by products.
-        return None if isinstance(problem.first, Operator) else compiled(problem, init)
+        return None if isinstance(problem.first, Operator) else short(problem, init, device)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

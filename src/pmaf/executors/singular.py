@@ -239,6 +239,7 @@ class Triplets(Executor):
         self.m, self.columns, self.range, self.common = shape[-2], columns, _RANGE, common
         self.ambiguous = common is not None and problem.width > 1
         self.plan = _plan(problem, shape, dtype) if problem.single else None
+        self.paired = self.plan is None
         self.whole = self.plan is None or _is_whole(shape)
 
     fails = "a singular value is small, or units have to be others"
@@ -329,7 +330,7 @@ class Triplets(Executor):
         if any_of_them is not None:
             g_right = torch.zeros_like(right) if g_right is None else g_right
             v = torch.cat([torch.zeros_like(left) if g_left is None else g_left, g_right], -1)
-        kept = SingularBasis(*held) if self.plan is None and same else NOTHING
+        kept = SingularBasis(*held) if self.paired and same else NOTHING
         state = State(values, values[..., 0], kept)
         y = torch.cat([left, right], -1)
         with full_precision(y.device):

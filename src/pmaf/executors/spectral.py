@@ -88,8 +88,9 @@ class WholeSpectrum(Executor):
         with full_precision(A.device):
             if torch.is_grad_enabled():
                 return solved_again(lambda x: (self.common(x[0]),), (A,), grads, needs)
-            direction = self.function.first(values, vectors, symmetric_part(dF))
-            return (symmetric_part(direction),)
+            # The adjoint of a part that is left out needs a symmetric matrix.
+            dF = dF if self.function.k is None else symmetric_part(dF)
+            return (symmetric_part(self.function.first(values, vectors, dF)),)
 
 
 DIFFERENCES = "Implicit(): divided differences of the function"

@@ -14,6 +14,7 @@ from pmaf.autograd.image import entries
 from pmaf.executors.direct import Direct
 from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
 from pmaf.executors.general import DominantEigenvector
+from pmaf.executors.straight import StraightEigenvectors
 from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
@@ -131,10 +132,12 @@ def way_of_eigenvectors(
     return Recipe(tuple(steps), Direct(bare.changed(descending=True), solver, gradient))
 
 
-def compiled_way_of_eigenvectors(
-    posed: PrincipalEigenvectors, init: Tensor | None
+def short_way_of_eigenvectors(
+    posed: PrincipalEigenvectors, init: Tensor | None, device: torch.device | None
 ) -> Recipe | None:
-    """The recipe for eigenvectors that compiled kernels find."""
+    """The recipe for eigenvectors by compiled kernels, or by a straight-line program."""
+    if device is not None:
+        return _straight_way(posed)
     A, M, k = posed.matrix, posed.M, posed.k
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
@@ -161,6 +164,23 @@ def compiled_way_of_eigenvectors(
     return Recipe(tuple(steps), CompiledPairs(_as_pair(bare), A.shape, dtype, common))
 
 
+def _straight_way(posed: PrincipalEigenvectors) -> Recipe | None:
+    A, M = posed.matrix, posed.M
+    pair = M is not None
+    if not posed.symmetric or A.numel() == 0 or (pair and A.shape != M.shape):
+        return None
+    steps: list[Reduction] = [*of_short(A.dtype)]
+    if isinstance(M, Diagonal):
+        steps.append(DenseMetric())
+    steps += _signs(posed)
+    if posed.skip or posed.flipped:
+        steps.append(End(posed.skip, posed.flipped, posed.k is None))
+    width = None if posed.single else posed.width
+    bare = posed.bare().changed(k=width, skip=0, descending=posed.largest)
+    bare = _as_pair(bare) if pair else bare
+    return Recipe(tuple(steps), StraightEigenvectors(bare, posed.reference is None, pair))
+
+
 def _signs(posed: PrincipalEigenvectors) -> list[Reduction]:
     """The step that chooses signs, where these are not those of the kernels."""
     reference = posed.reference
@@ -177,7 +197,7 @@ def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
     return found.value, found.multiplier
 
 
-register(PrincipalEigenvectors, way_of_eigenvectors, coordinates, compiled_way_of_eigenvectors)
+register(PrincipalEigenvectors, way_of_eigenvectors, coordinates, short_way_of_eigenvectors)
 
 
 def ied(

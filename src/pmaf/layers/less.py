@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pmaf import errors, native
 from pmaf.executors.direct import Direct
 from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSquares
+from pmaf.executors.straight import StraightLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares
@@ -21,9 +22,11 @@ from pmaf.reductions.base import Reduction
 from pmaf.reductions.field import EmbeddedLeastSquares
 from pmaf.reductions.metric import VectorMetric
 from pmaf.reductions.precision import of_short
+from pmaf.linalg.roundings import working_dtype
 from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
 from pmaf.solvers import Auto, Secular, Solver
-from pmaf.solvers.auto import SECULAR, are_decomposed, are_reduced_columns
+from pmaf.solvers.auto import BATCHED_SVD, SECULAR, are_decomposed, are_reduced_columns
+from pmaf.straight.least_squares import Kind, Method
 
 # The problem of solvers, on the unit sphere, without its tensors.
 
@@ -75,8 +78,12 @@ def way_of_least_squares(
     return Recipe(tuple(steps), Direct(bare, solver, gradient))
 
 
-def compiled_way_of_least_squares(posed: SphereLeastSquares, init: Tensor | None) -> Recipe | None:
-    """The recipe for least squares that compiled kernels solve."""
+def short_way_of_least_squares(
+    posed: SphereLeastSquares, init: Tensor | None, device: torch.device | None
+) -> Recipe | None:
+    """The recipe for least squares by compiled kernels, or by a straight-line program."""
+    if device is not None:
+        return _straight_way(posed, init, device)
     A, radius, M = posed.matrix, posed.radius, posed.M
     if not native.available or A.numel() == 0 or A.shape[:-1] != posed.b.shape:
         return None
@@ -106,6 +113,37 @@ def compiled_way_of_least_squares(posed: SphereLeastSquares, init: Tensor | None
     return Recipe(tuple(steps), DecomposedLeastSquares(again, plan, 1 if diagonal else 2))
 
 
+def _straight_way(
+    posed: SphereLeastSquares, init: Tensor | None, device: torch.device
+) -> Recipe | None:
+    A, radius = posed.matrix, posed.radius
+    m, n = A.shape[-2:]
+    # The common path decomposes AAᵀ, if that is much smaller, and lets a start choose among
+    # minimisers.
+    if init is not None or 0 in posed.batch_shape or A.numel() == 0 or n > max(2 * m, _WIDE):
+        return None
+    steps = of_short(A.dtype)
+    dtype = (torch.float32 if steps else A.dtype).to_real()
+    if A.dtype.is_complex:
+        steps.append(EmbeddedLeastSquares())
+    diagonal = isinstance(posed.M, Diagonal)
+    if diagonal:
+        steps.append(VectorMetric())
+    length = 1.0 if isinstance(radius, Tensor) else float(radius)
+    computed = working_dtype(dtype, device)
+    rows = 2 * max(m, n) if A.is_complex() else max(m, n)
+    method = Method.PROMOTED
+    if computed == dtype:
+        method = Method.EXACT if rows <= BATCHED_SVD else Method.REFINED
+    form = Kind(computed, method, posed.ball, diagonal, length)
+    again = functools.partial(_solved, length, posed.ball, diagonal)
+    return Recipe(tuple(steps), StraightLeastSquares(again, form))
+
+
+# The most columns of a wide matrix of which AᵀA is decomposed on a device, if AAᵀ is much smaller.
+_WIDE = 64
+
+
 def _solved(
     length: float,
     ball: bool,
@@ -124,7 +162,7 @@ def _solved(
     return run(problem, init=init, report=False).value
 
 
-register(SphereLeastSquares, way_of_least_squares, coordinates, compiled_way_of_least_squares)
+register(SphereLeastSquares, way_of_least_squares, coordinates, short_way_of_least_squares)
 
 
 def less(

@@ -15,6 +15,7 @@ from pmaf import errors, native
 from pmaf.executors.direct import Direct
 from pmaf.executors.least_squares import CompiledLeastSquares
 from pmaf.executors.singular import SingularVectors as Executor
+from pmaf.executors.straight import StraightSingularVectors
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.constrained import times
@@ -23,10 +24,10 @@ from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
-from pmaf.layers.less import compiled_way_of_least_squares
+from pmaf.layers.less import short_way_of_least_squares
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
-from pmaf.linalg.roundings import HALF, blame_range, square_range
+from pmaf.linalg.roundings import HALF, blame_range, square_range, working_dtype
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
@@ -361,10 +362,12 @@ def with_signs(
     return tuple(chain), Direct(bare, solver, gradient)
 
 
-def compiled_way_of_singular_vectors(
-    posed: PrincipalSingularVectors, init: Tensor | None
+def short_way_of_singular_vectors(
+    posed: PrincipalSingularVectors, init: Tensor | None, device: torch.device | None
 ) -> Recipe | None:
-    """The recipe for right singular vectors that compiled kernels find."""
+    """The recipe for right singular vectors by compiled kernels, or by a straight-line program."""
+    if device is not None:
+        return _straight_way(posed, device)
     A, weights, k, reference = posed.matrix, posed.weights, posed.k, posed.reference
     dtype = A.dtype
     names = ("A",) if weights is None else ("A", "weights")
@@ -374,10 +377,7 @@ def compiled_way_of_singular_vectors(
     single = dtype in (*HALF, torch.float32, torch.complex64)
     if single and not is_compiled_shape(k, A):
         return None
-    ends: list[Reduction] = []
-    if reference is not None:
-        block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
-        ends.append(Sign(k is None, block, unit=True))
+    ends = signs_of(posed)
     if k is None and not (posed.largest or dtype.is_complex) and is_alone(A.shape):
         alone = _way_of_null_vector(posed, ends)
         if alone is not None:
@@ -391,6 +391,39 @@ def compiled_way_of_singular_vectors(
     common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
     complexes = common if dtype.is_complex else None
     return Recipe(tuple(steps), Executor(problem, A.shape, double, names, complexes))
+
+
+def _straight_way(posed: PrincipalSingularVectors, device: torch.device) -> Recipe | None:
+    A, weights, k = posed.matrix, posed.weights, posed.k
+    names = ("A",) if weights is None else ("A", "weights")
+    if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
+        return None
+    steps, single = doubled(A.dtype, device)
+    signs = signs_of(posed)
+    steps += signs
+    if posed.flipped:
+        steps.append(End(0, True, False))
+    common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
+    bare, complexes = posed.bare().changed(single=single), common if A.is_complex() else None
+    return Recipe(tuple(steps), StraightSingularVectors(bare, names, not signs, complexes))
+
+
+def doubled(dtype: torch.dtype, device: torch.device) -> tuple[list[Reduction], bool]:
+    """The step to a dtype in which squares keep all digits, and whether there is one."""
+    single = dtype.to_real() != torch.float64
+    computed = working_dtype(torch.float32 if single else torch.float64, device)
+    computed = computed.to_complex() if dtype.is_complex else computed
+    steps: list[Reduction] = [Precision(dtype, computed)] if computed != dtype else []
+    return steps, single and computed.to_real() == torch.float64
+
+
+def signs_of(posed: Any) -> list[Reduction]:
+    """The step that chooses signs by a reference, if there is one."""
+    reference = posed.reference
+    if reference is None:
+        return []
+    block = isinstance(reference, Tensor) and posed.dims_of(reference) == 2
+    return [Sign(posed.k is None, block, unit=True)]
 
 
 def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
@@ -412,7 +445,7 @@ def _way_of_null_vector(posed: PrincipalSingularVectors, ends: list[Reduction]) 
         return None
     A, weights = A.to(dtype), None if weights is None else weights.to(dtype)
     b = A.new_zeros(A.shape[:-1])
-    found = compiled_way_of_least_squares(SphereLeastSquares(A, b, weights=weights), None)
+    found = short_way_of_least_squares(SphereLeastSquares(A, b, weights=weights), None, None)
     return found and found._replace(steps=(*short, *ends, NullVector(), *found.steps))
 
 
@@ -435,5 +468,5 @@ register(
     PrincipalSingularVectors,
     way_of_singular_vectors,
     coordinates,
-    compiled_way_of_singular_vectors,
+    short_way_of_singular_vectors,
 )

@@ -47,7 +47,7 @@ from pmaf.runtime.modes import derivatives_around, forward_mode, full_precision,
 from pmaf.runtime.text import abbreviated
 from pmaf.solution import Certificate
 from pmaf.solvers import Reduction, Solver
-from pmaf.solvers.auto import EIGENPAIRS, chosen
+from pmaf.solvers.auto import BATCHED, EIGENPAIRS, chosen
 from pmaf.tangent.kept import Decomposition
 
 
@@ -238,9 +238,10 @@ class FunctionOfSpectrum:
             _, solver, why = PrincipalEigenvectors(A, k).choice()
             how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
-        compiled = _compiled_way(self.problem.changed(A=A), None)
-        if compiled is not None:
-            return compiled.account({"A": A})
+        device = None if A.is_cpu else A.device
+        short = _short_way(self.problem.changed(A=A), None, device)
+        if short is not None:
+            return short.account({"A": A})
         complexes, n = A.is_complex(), A.shape[-1]
         k = None if k == n else k
         copies, words = (2, " of the real embedding, twice the size") if complexes else (1, "")
@@ -281,7 +282,7 @@ def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: An
     return Recipe((), FunctionOfSpectrum(problem.bare()))
 
 
-def _compiled_way(posed: SpectralFunction, init: Any) -> Recipe | None:
+def _short_way(posed: SpectralFunction, init: Any, device: torch.device | None) -> Recipe | None:
     """The recipe of a named function of a dense matrix all of whose eigenpairs are found."""
     A, name = posed.A, posed.function
     assert isinstance(A, Tensor)
@@ -290,9 +291,9 @@ def _compiled_way(posed: SpectralFunction, init: Any) -> Recipe | None:
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
     function = _posed(NAMED[name], posed.k, posed.largest, A.shape[-1])
-    line = chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
+    line = BATCHED if device is not None else chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
     kernels = isinstance(line.solver, Reduction)
-    if not kernels and (dtype.is_complex or is_few(A, function.k)):
+    if device is None and not kernels and (dtype.is_complex or is_few(A, function.k)):
         return None
     common = functools.partial(function_of, posed=function)
     bare = posed.bare()
@@ -301,7 +302,7 @@ def _compiled_way(posed: SpectralFunction, init: Any) -> Recipe | None:
     )
 
 
-register(SpectralFunction, _way, lambda problem: ([], problem.bare()), _compiled_way)
+register(SpectralFunction, _way, lambda problem: ([], problem.bare()), _short_way)
 
 
 @overload

@@ -21,13 +21,16 @@ from pmaf.errors import ConvergenceWarning
 from pmaf.executors import singular as executors
 from pmaf.executors.base import BY_PRODUCTS, IMPLICIT, Account
 from pmaf.executors.direct import Ended
+from pmaf.executors.straight import StraightTriplets
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
 from pmaf.layers.singular_vectors import (
     PrincipalSingularVectors,
     coordinates,
+    doubled,
     is_compiled_shape,
+    signs_of,
     with_signs,
 )
 from pmaf.linalg.products import dot, one_if_zero
@@ -133,8 +136,12 @@ def way_of_triplets(
     return Recipe(tuple(chain), executor)
 
 
-def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> Recipe | None:
-    """The recipe for triplets of small matrices."""
+def short_way_of_triplets(
+    posed: PrincipalTriplets, init: Tensor | None, device: torch.device | None
+) -> Recipe | None:
+    """The recipe for triplets of small matrices, or for those by a straight-line program."""
+    if device is not None:
+        return _straight_way(posed, device)
     A, k, reference = posed.matrix, posed.k, posed.reference
     shape, dtype = A.shape, A.dtype
     if A.numel() == 0:
@@ -160,12 +167,32 @@ def compiled_way_of_triplets(posed: PrincipalTriplets, init: Tensor | None) -> R
     return Recipe(tuple(steps), executor)
 
 
+def _straight_way(posed: PrincipalTriplets, device: torch.device) -> Recipe | None:
+    A, k = posed.matrix, posed.k
+    # Where complex singular values repeat, a second solve may find other vectors.
+    if A.numel() == 0 or (A.is_complex() and posed.width > 1):
+        return None
+    steps, single = doubled(A.dtype, device)
+    signs = signs_of(posed)
+    steps += signs
+    if posed.flipped:
+        steps.append(End(0, True, False))
+    wide = A.shape[-2] < A.shape[-1]
+    if wide:
+        steps.append(Wide())
+    bare = posed.bare().changed(k=posed.width, single=single)
+    common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
+    complexes = common if A.is_complex() else None
+    executor = StraightTriplets(bare, k is not None, not signs, wide, complexes)
+    return Recipe(tuple(steps), executor)
+
+
 def _solve_commonly(tensors: Tensors, k: int | None, largest: bool) -> Found:
     """Right vectors, values and left vectors by solvers, the requested end first."""
     return end(PrincipalTriplets(tensors["A"], None, k, largest), report=False).found
 
 
-register(PrincipalTriplets, way_of_triplets, _coordinates, compiled_way_of_triplets)
+register(PrincipalTriplets, way_of_triplets, _coordinates, short_way_of_triplets)
 
 
 class TripletsByProducts:

@@ -43,8 +43,10 @@ class MatrixFunction:
 
     def rounding(self, values: Tensor) -> Tensor:
         """The distance of eigenvalues that count as equal, `(*, 1)`."""
-        largest = values.abs().amax(-1, keepdim=True)
-        return merge_tolerance(values.dtype) * largest.clamp_min(self.size)
+        largest = torch.linalg.vector_norm(values, math.inf, -1, keepdim=True)
+        if isinstance(self.size, Tensor) or self.size > 0:
+            largest = largest.clamp_min(self.size)
+        return merge_tolerance(values.dtype) * largest
 
     def value(self, values: Tensor, vectors: Tensor) -> Tensor:
         """`V f(Λ) Vᵀ`."""

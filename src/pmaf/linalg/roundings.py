@@ -107,3 +107,7 @@ def times_power(x: Tensor, exponent: Tensor) -> Tensor:
     """`x · 2^exponent`, where the power itself may be out of range."""
     half = (0.5 * exponent).floor()
     return x * half.to(x.dtype).exp2() * (exponent - half).to(x.dtype).exp2()
+
+
+def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    return dtype if device.type == "mps" else torch.float64

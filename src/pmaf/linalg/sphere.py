@@ -75,7 +75,12 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
         chosen, size = (rows * reference).sum(-1), norm(reference)
     else:
         chosen, size = rows[..., reference], 1.0
-    known = chosen.abs() > merge_tolerance(rows.dtype) * size
+    rounding = merge_tolerance(rows.dtype) * size
+    if plain(rows) and not rows.is_cpu:
+        # Nothing is asked of a device: a reference that is not finite makes nan of the sign.
+        _, second = references(rows)
+        return torch.where(chosen.abs() <= rounding, rows @ second, chosen).sgn()
+    known = chosen.abs() > rounding
     if plain(rows) and bool(known.all()):
         return chosen.sgn()
     if plain(rows) and isinstance(reference, Tensor):

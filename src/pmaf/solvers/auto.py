@@ -103,6 +103,11 @@ def _is_any(problem: Any) -> bool:
     return True
 
 
+def _is_on_device(problem: Any) -> bool:
+    """Whether a symmetric problem is on an accelerator, and its numbers are known."""
+    return problem.symmetric and not problem.A.is_cpu and plain(problem.A)
+
+
 def _is_known_by_products(problem: Any) -> bool:
     return isinstance(problem.A, Operator)
 
@@ -246,6 +251,28 @@ GENERAL = Line(
     "of a small general matrix a decomposition finds the dominant eigenvector faster than power "
     "steps prove one",
 )
+# The most rows and columns of matrices that cuSOLVER decomposes into singular vectors all together;
+# larger ones it takes one after the other.
+BATCHED_SVD = 32
+# On a device without compiled kernels. Nothing was measured there: the reasons are counts of launches
+# and waits (docs/devices.md).
+BATCHED = Line(
+    _is_on_device,
+    DENSE,
+    "on a device one batched decomposition takes fewer launches and waits than several attempts",
+)
+BATCHED_MINIMUM = Line(
+    _is_on_device,
+    SECULAR,
+    "on a device one batched decomposition and a fixed number of steps take the fewest launches "
+    "and waits",
+)
+BATCHED_GRAM = Line(
+    _is_on_device,
+    _SVD,
+    "on a device eigenvectors of AᵀA are found for all matrices together, and singular vectors of "
+    "A, if it is not small, one matrix after the other",
+)
 _BY_PRODUCTS = "A is known by its products, and this search needs nothing else"
 
 # Tables.
@@ -258,6 +285,7 @@ MINIMUM: Table = (
 # Least squares on the sphere.
 LEAST_SQUARES: Table = (
     Line(_is_known_by_products, KRYLOV, _BY_PRODUCTS),
+    BATCHED_MINIMUM,
     REDUCED_MINIMUM,
     # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
     Line(
@@ -282,6 +310,7 @@ LEAST_SQUARES: Table = (
 # Eigenvectors.
 EIGENVECTORS: Table = (
     Line(_is_pair_of_products, KRYLOV, _BY_PRODUCTS),
+    BATCHED,
     REDUCED,
     Line(
         _is_traced_and_small,

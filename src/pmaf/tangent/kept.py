@@ -142,6 +142,17 @@ class SingularBasis(
         return self.values[..., :1].unsqueeze(-1)
 
 
+class Whole(NamedTuple("Whole", [("rows", Tensor), ("values", Tensor)]), Kept):
+    """All eigenvectors of a matrix or a pair, or all right singular vectors, and their values.
+
+    The values ascend. The program that has found them differentiates by them; the rules of
+    problems, which differentiate again, do not use them.
+    """
+
+    __slots__ = ()
+    words = "all vectors and values"
+
+
 class Factor(NamedTuple("Factor", [("lower", Tensor)]), Kept):
     """A Cholesky factor `(*, n, n)` of the curvature plus a multiple of `yyᵀ`.
 
