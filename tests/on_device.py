@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -24,8 +25,14 @@ from torch.compiler import is_compiling
 import pmaf
 from pmaf import solving
 from pmaf.operators import Operator
+from pmaf.runtime.modes import lacks_float64, take_float64_from
 
 _WRAPPED = ("less", "ied", "nullspace", "isvd", "spectral", "solve", "certify")
+_METHODS: tuple[tuple[type, str], ...] = (
+    (pmaf.PrincipalPool, "forward"),
+    (pmaf.Eigenpairs, "projector"),
+)
+_INSIDE = "pmaf.on_device"
 _DOUBLES = (torch.float64, torch.complex128)
 
 KERNELS = "it is about the compiled kernels of the CPU"
@@ -56,18 +63,15 @@ class OnDevice:
     """The plugin that `--device` installs."""
 
     def __init__(self, config: pytest.Config) -> None:
-        name: str = config.getoption("--device")
+        name = str(config.getoption("--device"))
         if name == "pretend":
             from tests import pretend  # makes the device known to torch
 
-            self.options: Any = functools.partial(
-                pretend.options, doubles=not config.getoption("--no-doubles")
-            )
-        else:
-            self.options = nullcontext
+            if config.getoption("--no-doubles"):
+                take_float64_from(pretend.NAME)
         self.device = torch.device(name)
-        self.default: bool = config.getoption("--default-device")
-        self.doubles = name != "mps" and not config.getoption("--no-doubles")
+        self.default = bool(config.getoption("--default-device"))
+        self.doubles = not lacks_float64(self.device)
         self.skipped: Counter[str] = Counter()
         if config.getoption("--tf32"):
             torch.set_float32_matmul_precision("high")
@@ -83,21 +87,26 @@ class OnDevice:
                 mine = getattr(module, "__name__", "").partition(".")[0] == "pmaf"
                 if mine and module is not solving and vars(module).get(name) is function:
                     setattr(module, name, wrapper)
-        pmaf.PrincipalPool.forward = self._wrapped(pmaf.PrincipalPool.forward)  # pyright: ignore
+        for kind, name in _METHODS:
+            setattr(kind, name, self._wrapped(getattr(kind, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
         def on_device(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # traces have tests of their own
                 return function(*args, **kwargs)
             args = tuple(map(self.moved, args))
             kwargs = {name: self.moved(x) for name, x in kwargs.items()}
             default = torch.device(self.device) if self.default else nullcontext()
-            with default, self.options():
+            with default:
                 found = function(*args, **kwargs)
             return changed(found, _returned)
 
-        return on_device
+        # Warnings point at the first line outside of the library, to which this frame then belongs.
+        # Traces look for the module.
+        names = {**globals(), "__name__": _INSIDE}
+        sys.modules[_INSIDE] = sys.modules[__name__]
+        inside = FunctionType(on_device.__code__, names, closure=on_device.__closure__)
+        return functools.wraps(function)(inside)
 
     def moved(self, x: Any) -> Any:
         """An argument with its tensors on the device."""
@@ -106,6 +115,9 @@ class OnDevice:
     def _sent(self, x: Tensor) -> Tensor:
         if not _is_of_cpu(x):
             return x
+        origin, version = getattr(x, "_on_device", (None, 0))
+        if origin is not None and x._version == version:
+            return origin
         if not self.doubles and x.dtype in _DOUBLES:
             pytest.skip("the device has no float64")
         return x.to(self.device)
@@ -179,7 +191,14 @@ def _is_of_cpu(x: Tensor) -> bool:
 
 
 def _returned(x: Tensor) -> Tensor:
-    return x.cpu()
+    """A result on the CPU, which remembers where it comes from.
+
+    The methods of results ask how a layer has made its tensors, of which a copy does not know.
+    """
+    found = x.cpu()
+    if found is not x and type(found) is Tensor:
+        found._on_device = x, found._version  # pyright: ignore
+    return found
 
 
 def install(config: pytest.Config) -> None:

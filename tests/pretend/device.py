@@ -6,7 +6,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 from torch.utils._mode_utils import no_dispatch
 
-from pmaf.runtime.modes import take_as_numbers
+from pmaf.runtime.modes import lacks_float64, take_as_numbers, take_float64_from
 from tests.pretend import costs, tf32
 from tests.pretend.counts import active, add, capturing
 from tests.pretend.rules import copies_to_meet
@@ -23,7 +23,6 @@ from tests.pretend.rules import copies_to_meet
 NAME = "pretend"
 _CPU = torch.device("cpu")
 _DOUBLES = (torch.float64, torch.complex128)
-_doubles: list[bool] = [True]
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -46,7 +45,7 @@ DEVICE = _register()
 class Pretend(Tensor):
     """A tensor on the device; `inner` has its numbers, on the CPU."""
 
-    inner: Tensor
+    inner: Tensor  # pyright: ignore (the method of this name is `torch.inner`, too)
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Pretend:
@@ -113,7 +112,7 @@ def put(x: Tensor) -> Pretend:
 
 def on_host(x: Tensor) -> Tensor:
     """The numbers of a tensor of any device; this is not counted."""
-    return x.detach().inner if isinstance(x, Pretend) else x.detach()
+    return x.inner.detach() if isinstance(x, Pretend) else x.detach()
 
 
 @contextmanager
@@ -124,11 +123,13 @@ def options(*, doubles: bool = True, capture: bool = False) -> Iterator[None]:
         doubles: whether it has float64 and complex128; MPS has none, and raises a TypeError.
         capture: whether a CUDA graph is captured, in which the host must not wait.
     """
-    _doubles.append(doubles)
-    with ExitStack() as stack:
-        stack.callback(_doubles.pop)
-        stack.enter_context(capturing(capture))
-        yield
+    before = lacks_float64(DEVICE)
+    take_float64_from(NAME, not doubles)
+    try:
+        with capturing(capture):
+            yield
+    finally:
+        take_float64_from(NAME, before)
 
 
 # How calls run.
@@ -211,7 +212,7 @@ def _inside(x: Any, tensors: list[Tensor]) -> Any:
 
 
 def _wrapped(x: Tensor) -> Pretend:
-    if not _doubles[-1] and x.dtype in _DOUBLES:
+    if x.dtype in _DOUBLES and lacks_float64(DEVICE):
         raise TypeError(
             f"Cannot convert a MPS Tensor to {x.dtype} dtype as the MPS framework doesn't support "
             "float64. Please use float32 instead."
