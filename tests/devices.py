@@ -603,7 +603,8 @@ def timed(row: Row, device: torch.device) -> str:
 
 
 def _now(device: torch.device) -> float:
-    torch.accelerator.synchronize(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
     return time.perf_counter()
 
 

@@ -143,6 +143,7 @@ class _Known(NamedTuple):
     reshapes: bool  # the first argument gets another shape
     silent: bool  # it starts nothing, and the host does not wait
     random: bool  # it takes a generator
+    composite: bool  # it is made of other calls; torch takes it apart, but not in inference mode
 
 
 @functools.cache
@@ -154,12 +155,20 @@ def _known(func: Any) -> _Known:
         torch.Tag.inplace_view in func.tags,
         func.is_view or name in costs.FREE,
         any(x.name == "generator" for x in func._schema.arguments),
+        # The parts of sparse tensors have such a kernel for tensors that have none.
+        name not in costs.FREE and _is_composite(func.name()),
     )
+
+
+def _is_composite(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One ATen call, some of whose tensors are on the device."""
     known = _known(func)
+    if known.composite:
+        return func.decompose(*args, **kwargs)
     tensors: list[Tensor] = []
     inner_args = [_inside(x, tensors) for x in args]
     inner_kwargs = {name: _inside(x, tensors) for name, x in kwargs.items()}
@@ -269,9 +278,12 @@ def _serve() -> torch.library.Library:
         if space != "aten" or func is None:
             continue
         arguments = func._schema.arguments
-        implicit = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
         makes = any(x.name == "device" for x in arguments)
-        if makes and not implicit and not any("Tensor" in str(x.type) for x in arguments):
+        if (
+            makes
+            and not _is_composite(full)
+            and not any("Tensor" in str(x.type) for x in arguments)
+        ):
             library.impl(name, _factory(func), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     return library
