@@ -8,6 +8,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests import on_device
+
+
+def pytest_addoption(parser):
+    on_device.add_options(parser)
+
+
+def pytest_configure(config):
+    on_device.install(config)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def threads_of_the_environment():

@@ -412,5 +412,9 @@ def test_the_operators_of_the_library_run_on_the_device():
 def test_inference_mode():
     x = pretend.put(X)
     with torch.inference_mode():
+        assert counts_of(lambda: x.mT[0] + 1) == (1, 0, 0)
         assert type(x.mT[0] + 1) is Pretend
+        assert type(x.cpu()) is torch.Tensor
+        assert counts_of(x.tolist) == (0, 1, 0)
+        assert counts_of(lambda: x.cpu().to(DEVICE)) == (0, 1, 1)
         assert type(pmaf.less(x, x[0])) is Pretend

@@ -19,6 +19,7 @@ FREE = {
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
     *("resize_", "set_", "detach", "alias", "lift", "lift_fresh", "_unsafe_view", "_reshape_alias"),
     *("_conj", "_neg_view", "_fw_primal", "_make_dual", "_has_same_storage_numel"),
+    "_efficientzerotensor",
     *("is_same_size", "record_stream", "_version"),
     # Sparse tensors are made of their parts, and give them back.
     *("values", "indices", "_values", "_indices", "crow_indices", "col_indices", "_nnz"),

@@ -107,10 +107,15 @@ def launched(name: str, count: int = 1) -> None:
     add("launch", name, count)
 
 
+def active() -> bool:
+    """Whether events are counted, or may be errors."""
+    return bool(_counting) or _capturing[-1]
+
+
 def add(kind: Kind, call: str, count: int = 1) -> None:
     """Count an event, with the stack of the library above it."""
     capturing = _capturing[-1] and kind in ("wait", "copy")
-    if not count or not (_counting or capturing):
+    if not count or not active():
         return
     event = Event(kind, call, count, _stack())
     with _lock:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,21 +15,27 @@ from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 from torch.utils._mode_utils import no_dispatch
 
-from pmaf.runtime.modes import take_as_numbers
+from pmaf.runtime.modes import lacks_float64, take_as_numbers, take_float64_from
 from tests.pretend import costs, tf32
-from tests.pretend.counts import add, capturing
+from tests.pretend.counts import active, add, capturing
 from tests.pretend.rules import copies_to_meet
 
 NAME = "pretend"
 _CPU = torch.device("cpu")
 _DOUBLES = (torch.float64, torch.complex128)
-_doubles: list[bool] = [True]
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What torch asks a device for by name, as `torch.cuda` for CUDA."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
 
 def _register() -> torch.device:
     """Make the device known to torch, once in a process."""
     if torch._C._get_privateuse1_backend_name() != NAME:
-        backend_registration._setup_privateuseone_for_python_backend(NAME)
+        backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
     return torch.device(NAME, 0)
 
 
@@ -38,7 +45,7 @@ DEVICE = _register()
 class Pretend(Tensor):
     """A tensor on the device; `inner` has its numbers, on the CPU."""
 
-    inner: Tensor
+    inner: Tensor  # pyright: ignore (the method of this name is `torch.inner`, too)
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Pretend:
@@ -105,7 +112,7 @@ def put(x: Tensor) -> Pretend:
 
 def on_host(x: Tensor) -> Tensor:
     """The numbers of a tensor of any device; this is not counted."""
-    return x.detach().inner if isinstance(x, Pretend) else x.detach()
+    return x.inner.detach() if isinstance(x, Pretend) else x.detach()
 
 
 @contextmanager
@@ -116,55 +123,105 @@ def options(*, doubles: bool = True, capture: bool = False) -> Iterator[None]:
         doubles: whether it has float64 and complex128; MPS has none, and raises a TypeError.
         capture: whether a CUDA graph is captured, in which the host must not wait.
     """
-    _doubles.append(doubles)
-    with ExitStack() as stack:
-        stack.callback(_doubles.pop)
-        stack.enter_context(capturing(capture))
-        yield
+    before = lacks_float64(DEVICE)
+    take_float64_from(NAME, not doubles)
+    try:
+        with capturing(capture):
+            yield
+    finally:
+        take_float64_from(NAME, before)
 
 
 # How calls run.
 
 
+class _Known(NamedTuple):
+    """What does not change from one use of an ATen call to the next."""
+
+    name: str
+    views: bool  # the result shares memory with the first argument
+    reshapes: bool  # the first argument gets another shape
+    silent: bool  # it starts nothing, and the host does not wait
+    random: bool  # it takes a generator
+    composite: bool  # it is made of other calls; torch takes it apart, but not in inference mode
+
+
+@functools.cache
+def _known(func: Any) -> _Known:
+    name: str = func._schema.name.partition("::")[2]
+    return _Known(
+        name,
+        func.is_view,
+        torch.Tag.inplace_view in func.tags,
+        func.is_view or name in costs.FREE,
+        any(x.name == "generator" for x in func._schema.arguments),
+        # The parts of sparse tensors have such a kernel for tensors that have none.
+        name not in costs.FREE and _is_composite(func.name()),
+    )
+
+
+def _is_composite(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """One ATen call, some of whose tensors are on the device."""
-    name: str = func._schema.name.partition("::")[2]
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    add("copy", name, copies_to_meet(func, args, Pretend, tensors))
-    _require_generator_of_device(name, kwargs)
-    inside: Any = pytree.tree_map_only(Pretend, lambda x: x.inner, (args, kwargs))
-    inner_args, inner_kwargs = inside
+    known = _known(func)
+    if known.composite:
+        return func.decompose(*args, **kwargs)
+    tensors: list[Tensor] = []
+    inner_args = [_inside(x, tensors) for x in args]
+    inner_kwargs = {name: _inside(x, tensors) for name, x in kwargs.items()}
+    here = [x for x in tensors if isinstance(x, Pretend)]
+    if len(here) < len(tensors):
+        add("copy", known.name, copies_to_meet(func, args, Pretend, tensors))
+    if known.random:
+        _require_generator_of_device(known.name, kwargs)
     there = True
     if (wanted := kwargs.get("device")) is not None:
         there = torch.device(wanted).type == NAME
-        inner_kwargs = {**inner_kwargs, "device": _CPU} if there else inner_kwargs
-    if name in tf32.PRODUCTS and tf32.allowed():
-        *others, left, right = inner_args
-        inner_args = (*others, tf32.rounded(left), tf32.rounded(right))
+        if there:
+            inner_kwargs["device"] = _CPU
+    if known.name in tf32.PRODUCTS and tf32.allowed():
+        inner_args[-2:] = map(tf32.rounded, inner_args[-2:])
     found = func(*inner_args, **inner_kwargs)
-    if torch.Tag.inplace_view in func.tags:
+    if known.reshapes:
         with no_dispatch():  # the wrapper gets its new shape as well
             return func(*args, **kwargs)
-    _count(func, name, args, tensors, there, found)
-    known = {id(x.inner): x for x in tensors if isinstance(x, Pretend)}
-    # In inference mode, a view of a tensor from outside is none of its tensors.
-    outside = func.is_view and not tensors[0].is_inference()
+    if not known.silent and active():
+        _count(known.name, args, tensors, there, found)
 
-    def wrapped(x: Tensor) -> Tensor:
-        if (same := known.get(id(x))) is not None:
-            if same.shape != x.shape:
-                raise NotImplementedError(f"{func} changes the shape of a tensor in place")
-            return same
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return [wrapped(y) for y in x] if isinstance(x, list | tuple) else x
+        for y in here:
+            if y.inner is x:
+                if y.shape != x.shape:
+                    raise NotImplementedError(f"{func} changes the shape of a tensor in place")
+                return y
         if not there or any(x is y for y in tensors):
             return x
-        with torch.inference_mode(False) if outside else nullcontext():
-            return _wrapped(x)
+        if known.views and not tensors[0].is_inference():
+            # In inference mode, a view of a tensor from outside is none of its tensors.
+            with torch.inference_mode(False):
+                return _wrapped(x)
+        return _wrapped(x)
 
-    return pytree.tree_map_only(Tensor, wrapped, found)
+    return tuple(map(wrapped, found)) if isinstance(found, tuple) else wrapped(found)
+
+
+def _inside(x: Any, tensors: list[Tensor]) -> Any:
+    """An argument for the CPU; its tensors, as they are outside, are appended to a list."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return x.inner if isinstance(x, Pretend) else x
+    if isinstance(x, list | tuple):
+        return [_inside(y, tensors) for y in x]
+    return x
 
 
 def _wrapped(x: Tensor) -> Pretend:
-    if not _doubles[-1] and x.dtype in _DOUBLES:
+    if x.dtype in _DOUBLES and lacks_float64(DEVICE):
         raise TypeError(
             f"Cannot convert a MPS Tensor to {x.dtype} dtype as the MPS framework doesn't support "
             "float64. Please use float32 instead."
@@ -172,12 +229,8 @@ def _wrapped(x: Tensor) -> Pretend:
     return Pretend(x)
 
 
-def _count(
-    func: Any, name: str, args: Sequence[Any], tensors: list[Tensor], there: bool, found: Any
-) -> None:
+def _count(name: str, args: Sequence[Any], tensors: list[Tensor], there: bool, found: Any) -> None:
     """Count what a call costs that has run."""
-    if name in costs.FREE or func.is_view:
-        return
     if name in ("copy_", "_to_copy", "_copy_from"):
         _count_copy(name, tensors, there, found)
         return
@@ -225,9 +278,12 @@ def _serve() -> torch.library.Library:
         if space != "aten" or func is None:
             continue
         arguments = func._schema.arguments
-        implicit = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
         makes = any(x.name == "device" for x in arguments)
-        if makes and not implicit and not any("Tensor" in str(x.type) for x in arguments):
+        if (
+            makes
+            and not _is_composite(full)
+            and not any("Tensor" in str(x.type) for x in arguments)
+        ):
             library.impl(name, _factory(func), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     return library
@@ -235,12 +291,16 @@ def _serve() -> torch.library.Library:
 
 def _factory(func: Any) -> Callable[..., Tensor]:
     name: str = func._schema.name.partition("::")[2]
+    if name == "_efficientzerotensor":
+        # Tangents that are zero have no memory, which wrappers do not know of.
+        func = torch.ops.aten.zeros.default
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         _require_generator_of_device(name, kwargs)
         kwargs = {**kwargs, "device": _CPU, "pin_memory": None}
         found = _wrapped(func(*args, **kwargs))
-        _count(func, name, args, [], True, found)
+        if name not in costs.FREE and active():
+            _count(name, args, [], True, found)
         return found
 
     return make

@@ -39,6 +39,7 @@ from pmaf.reductions.field import EmbeddedVectors
 from pmaf.reductions.gram import NullVector, Squares, root_of
 from pmaf.reductions.precision import Precision, of_short
 from pmaf.runtime import ranks
+from pmaf.runtime.modes import lacks_float64
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
@@ -354,7 +355,7 @@ def with_signs(
     short: list[Reduction] = []
     if dtype.to_real() != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.
-        has_double = problem.device.type != "mps"
+        has_double = not lacks_float64(problem.device)
         computed = torch.float64 if has_double else torch.float32
         short.append(Precision(dtype, computed.to_complex() if dtype.is_complex else computed))
         bare = bare.changed(single=problem.single or has_double)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.runtime.modes import constant_in_traces
+from pmaf.runtime.modes import constant_in_traces, lacks_float64
 
 # The dtypes that are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -110,4 +110,4 @@ def times_power(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return dtype if device.type == "mps" else torch.float64
+    return dtype if lacks_float64(device) else torch.float64

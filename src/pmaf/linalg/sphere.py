@@ -10,7 +10,7 @@ from torch import Tensor
 from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, norm
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
-from pmaf.runtime.modes import plain
+from pmaf.runtime.modes import lacks_float64, plain
 
 
 def project(u: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def settle(u: Tensor) -> Tensor:
     At a minimum the objective is stationary along the sphere but not across it, so it is rounding
     of the length of `u` that changes the objective most.
     """
-    if u.device.type == "mps":  # has no float64
+    if lacks_float64(u.device):
         return project(u)
     return project(u.double()).to(u.dtype)
 

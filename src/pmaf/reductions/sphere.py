@@ -24,7 +24,7 @@ from pmaf.linalg.roundings import power_of_two, square_range, times_power
 from pmaf.operators import Operator
 from pmaf.operators.coordinates import Coordinates, InCoordinates, in_dtype
 from pmaf.reductions.base import Found, Reduction, Report, Tensors
-from pmaf.runtime.modes import plain
+from pmaf.runtime.modes import lacks_float64, plain
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Ellipsoid(Reduction):
 
 def working_dtype(A: Any) -> torch.dtype:
     """The dtype to compute in: float64, except for operators, and on devices that have none."""
-    if isinstance(A, Operator) or A.device.type == "mps":
+    if isinstance(A, Operator) or lacks_float64(A.device):
         return torch.float64 if A.dtype == torch.float64 else torch.float32
     return torch.float64
 

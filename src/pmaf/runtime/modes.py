@@ -54,6 +54,24 @@ _current_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
 is_grads_batch: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 
 
+def lacks_float64(device: torch.device) -> bool:
+    """Whether there is no float64 on a device, so that layers compute in float32 there."""
+    return device.type in _WITHOUT_FLOAT64
+
+
+def take_float64_from(kind: str, away: bool = True) -> None:
+    """Let a type of device be one without float64, or one with it again.
+
+    This is for a device that is written in Python, and can be either.
+    """
+    global _WITHOUT_FLOAT64
+    others = tuple(x for x in _WITHOUT_FLOAT64 if x != kind)
+    _WITHOUT_FLOAT64 = (*others, kind) if away else others
+
+
+_WITHOUT_FLOAT64: tuple[str, ...] = ("mps",)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """A context that disables autocast where it is enabled."""
     # Meta tensors have no numbers, and torch knows no autocast for them.

@@ -28,6 +28,7 @@ from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, long_norm, matvec, norm, rmatvec
 from pmaf.linalg.roundings import LOOSE, NOISE
 from pmaf.runtime.log import took
+from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import Course, LeastSquares, Outcome, Solver
 from pmaf.solvers.factored_newton import (
     CLOSE,
@@ -123,7 +124,7 @@ class Cholesky(Solver):
             return found
         part = problem.with_tensors(problem.matrix[which], problem.b[which])
         start = None if init is None else init[which]
-        if part.matrix.dtype == torch.float32 and part.matrix.device.type != "mps":
+        if part.matrix.dtype == torch.float32 and not lacks_float64(part.matrix.device):
             return _replaced(found, self._in_double(part, start, report), which)
         return _replaced(found, _with_factor(Secular().solve(part, init=start), gram[which]), which)
 

@@ -28,6 +28,7 @@ from pmaf.linalg.roundings import NOISE, ROUNDED, OutOfRangeError, power_of_two,
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
+from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import LeastSquares, Outcome, has_form
 from pmaf.solvers.secular import Secular
 from pmaf.tangent.basis import TangentSolver
@@ -259,7 +260,7 @@ def are_few(rows: Rows, solver: Any) -> bool:
     """
     *batch, m, n = rows.A.shape
     few = n <= _COLUMNS and torch.Size(batch).numel() * m * n <= _ENTRIES
-    return few and solver.dimension is None and rows.A.device.type != "mps"  # has no float64
+    return few and solver.dimension is None and not lacks_float64(rows.A.device)
 
 
 def solve_entries(rows: Rows, problem: Any, init: Tensor | None, mask: Tensor) -> Entries:

@@ -38,6 +38,7 @@ from pmaf.linalg.roundings import (
 )
 from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
+from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import Course, LeastSquares, Minimum, Outcome, Solver, has_form
 from pmaf.solvers.exact import course_of, solve_compiled
 from pmaf.tangent.basis import TangentSolver, amplification
@@ -159,7 +160,7 @@ class Secular(Solver):
         M, g = problem.quadratic()
         require_finite(curvature=(M, 2), force=(g, 1))
         dtype, eps = g.dtype, torch.finfo(g.dtype).eps
-        wide = dtype if g.device.type == "mps" else torch.float64
+        wide = dtype if lacks_float64(g.device) else torch.float64
         M, g = M.to(wide), g.to(wide)
         values, vectors = eigh(symmetric_part(M))
         low, size = values[..., 0], values.abs().amax(-1)
