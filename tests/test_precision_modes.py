@@ -181,8 +181,8 @@ def test_what_somebody_sets_meanwhile_stays():
         torch.set_float32_matmul_precision("medium")
     assert torch.get_float32_matmul_precision() == "medium"
     with full_precision(CPU):
-        torch.backends.mkldnn.matmul.fp32_precision = "tf32"
-    assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+        SETTINGS["mkldnn.matmul tf32"]()
+    assert read("mkldnn", "matmul") == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

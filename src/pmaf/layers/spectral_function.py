@@ -350,9 +350,11 @@ def spectral(
     if isinstance(function, str):
         given = {"A": A, "init": None}
         recipe = short_recipe(SpectralFunction, given, (function, k, largest), None, None)
-        found = None if recipe is None else recipe.run(given)
-        if found is not None:
-            return found[0]
+        if recipe is not None:
+            with full_precision(A.device):
+                found = recipe.run(given)
+            if found is not None:
+                return found[0]
     return _commonly(A, function, k, largest)
 
 
@@ -371,7 +373,8 @@ def _commonly(
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
     if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
-    return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
+    with full_precision(A.device):
+        return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
 
 
 def _is_whole(A: Tensor) -> bool:

@@ -81,7 +81,7 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
     if plain(rows) and isinstance(reference, Tensor):
         require_finite(reference=(reference, 1))
     both, one, _ = _references(rows)
-    return torch.copysign(one, torch.where(known, chosen, rows @ both[:, 1]))
+    return torch.copysign(one, torch.where(known, chosen, (rows * both[:, 1]).sum(-1)))
 
 
 def _one_signed(x: Tensor) -> Tensor:
