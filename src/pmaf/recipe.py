@@ -213,6 +213,8 @@ def _end_by_recipe(
     given = {**problem.named, "init": init}
     first = next(iter(given.values()))
     with full_precision(first.device), OneThread(first):
+        if precision.turn & 1 and isinstance(gradient, Unroll):
+            return _end_as_node(recipe, given, report, throw)
         return recipe.end(given, report, throw)
 
 
@@ -234,10 +236,9 @@ def _end_by_products(
         given["reference"] = ranks.whole(reference)
         errors.require_finite(reference=(given["reference"], 1))  # on all ranks or none
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
-    first = problem.first
-    with full_precision(first.device):
+    with full_precision(problem.device):
         if recipe.steps and precision.turn & 1:
-            ended = _end_as_node(problem, recipe, given, throw)
+            ended = _end_as_node(recipe, given, True, throw)
         else:
             ended = recipe.end(given, True, throw)
     if mesh is None:
@@ -249,18 +250,28 @@ def _end_by_products(
     return ended._replace(found=(*spread(ended.found),), report=Report(*spread(ended.report)))
 
 
-def _end_as_node(problem: Any, recipe: Recipe, given: Tensors, throw: bool) -> Ended:
-    """The end of a recipe whose steps autograd records, so that they are differentiated exactly."""
+def _end_as_node(recipe: Recipe, given: Tensors, report: bool, throw: bool) -> Ended:
+    """The end of a recipe whose steps autograd records, so that they are differentiated exactly.
+
+    It is for calls in which torch may leave out digits of products: then `precision.turn` is odd.
+    """
+    parts = {name: x for name, x in given.items() if isinstance(x, (Tensor, Operator))}
+    flat = [x.tensors if isinstance(x, Operator) else (x,) for x in parts.values()]
     ended: Any = None
 
-    def found(*flat: Any) -> Found:
+    def found(*tensors: Any) -> Found:
         nonlocal ended
-        posed = problem.with_flat(flat)
-        inputs = {name: getattr(posed, name) for name in problem.inputs}
-        ended = recipe.end({**given, **inputs}, True, throw)
+        left = iter(tensors)
+        posed = {
+            name: x.with_tensors([next(left) for _ in x.tensors])
+            if isinstance(x, Operator)
+            else next(left)
+            for name, x in parts.items()
+        }
+        ended = recipe.end({**given, **posed}, report, throw)
         return ended.found
 
-    outputs = recorded_as_one(found, problem.flat)
+    outputs = recorded_as_one(found, [x for some in flat for x in some])
     return ended._replace(found=tuple(outputs))
 
 

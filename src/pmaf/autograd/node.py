@@ -153,38 +153,48 @@ def recorded_as_one(
     with full_precision(given[0].device):
         if not (records and usual) or forward_mode(*given):
             return function(*tensors)
-        # The graph of the function starts at views. So hooks on the tensors run once, for the whole
-        # gradient, and not a first time inside.
-        parts = [x.view_as(x) if x is not None and x.requires_grad else x for x in tensors]
-        outputs = function(*parts)
-        return _as_node(outputs, [x for x in parts if x is not None and x.requires_grad])
+        leaves = [_leaf(x) for x in tensors]
+        outer = [x for x in given if x.requires_grad]
+        inner = [x for x in leaves if x is not None and x.requires_grad]
+        return _as_node(function(*leaves), inner, outer)
 
 
-def _as_node(outputs: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[Tensor | None]:
-    """The outputs, whose graphs end at the parts, with one node from the parts to all of them."""
+def _leaf(x: Tensor | None) -> Tensor | None:
+    """The start of a graph that does not continue outside, where the node connects it.
+
+    Otherwise `torch.autograd.grad` would follow the graph outside as well, from one tensor to
+    another, and hooks on tensors would run twice.
+    """
+    return x.detach().requires_grad_() if x is not None and x.requires_grad else x
+
+
+def _as_node(
+    outputs: Sequence[Tensor | None], inner: Sequence[Tensor | None], outer: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Outputs, which autograd has recorded from the inner tensors, as those of the outer ones."""
     graphs = [x for x in outputs if x is not None and x.requires_grad]
     if not graphs:
         return [*outputs]
     found = tuple(x.detach() for x in graphs)
-    ends = iter(attach_solved(_Inside(graphs, parts), found, (), *parts))
+    ends = iter(attach_solved(_Inside(graphs, inner), found, (), *outer))
     return [next(ends) if x is not None and x.requires_grad else x for x in outputs]
 
 
 class _Inside:
-    """The derivatives of outputs of which autograd has recorded how they follow from parts."""
+    """The derivatives of outputs of which autograd has recorded how they follow from leaves."""
 
     uses_found = False
     is_one_node = True
 
-    def __init__(self, graphs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        self.graphs, self.parts = graphs, parts
+    def __init__(self, graphs: Sequence[Tensor], leaves: Sequence[Any]) -> None:
+        self.graphs, self.leaves = graphs, leaves
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         outputs = [x for x, dx in zip(self.graphs, grads) if dx is not None]
         arrived = [dx for dx in grads if dx is not None]
-        wanted = [x for x, needed in zip(self.parts, needs) if needed]
+        wanted = [x for x, needed in zip(self.leaves, needs) if needed]
         again = torch.is_grad_enabled()
 
         def gradients(*incoming: Tensor) -> Sequence[Tensor | None]:
@@ -197,11 +207,12 @@ class _Inside:
                 allow_unused=True,
             )
 
-        with full_precision(self.parts[0].device):
+        with full_precision(outputs[0].device):
             if again:
-                views = [x.view_as(x) if x.requires_grad else x for x in arrived]
-                sources = [*self.parts, *(x for x in views if x.requires_grad)]
-                found = _as_node(gradients(*views), sources)
+                incoming: list[Any] = [_leaf(x) for x in arrived]
+                inner = [*self.leaves, *(x for x in incoming if x.requires_grad)]
+                outer = [*saved.tensors, *(x for x in arrived if x.requires_grad)]
+                found = _as_node(gradients(*incoming), inner, outer)
             else:
                 found = gradients(*arrived)
         left = iter(found)
