@@ -26,7 +26,13 @@ from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
 from pmaf.layers.less import compiled_way_of_least_squares
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
-from pmaf.linalg.roundings import HALF, blame_range, square_range
+from pmaf.linalg.roundings import (
+    HALF,
+    blame_range,
+    square_range,
+    widened,
+    working_dtype,
+)
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
@@ -201,11 +207,11 @@ class PrincipalSingularVectors(Problem):
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
-        A, weights = self.matrix.detach().double(), self.weights
+        A, weights = widened(self.matrix.detach()), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
         if weights is not None:
-            weights = weights.detach().double()
+            weights = widened(weights.detach())
             most = weights.amax(-1, keepdim=True)
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
@@ -352,10 +358,9 @@ def with_signs(
     short: list[Reduction] = []
     if dtype.to_real() != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.
-        has_double = problem.device.type != "mps"
-        computed = torch.float64 if has_double else torch.float32
-        short.append(Precision(dtype, computed.to_complex() if dtype.is_complex else computed))
-        bare = bare.changed(single=problem.single or has_double)
+        computed = working_dtype(dtype, problem.device)
+        short.append(Precision(dtype, computed))
+        bare = bare.changed(single=problem.single or computed.to_real() == torch.float64)
     # Signs are chosen with all digits that are computed.
     chain = [*short, sign, End(0, problem.flipped, single, signed=True), *steps]
     return tuple(chain), Direct(bare, solver, gradient)

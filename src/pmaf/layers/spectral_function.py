@@ -34,7 +34,7 @@ from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED, Scalar
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, one_if_zero
-from pmaf.linalg.roundings import HALF
+from pmaf.linalg.roundings import HALF, widened
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
@@ -208,10 +208,10 @@ class SpectralFunction(Problem):
         if not A.symmetric:
             images = 0.5 * (images + ranks.whole(A.rmatvec(rows)).mT)
         inside, small = S.mH @ images, (S.mH @ left.mT) @ (right @ S)
-        size = size_of(A, group.mT).squeeze(-1).double()
+        size = widened(size_of(A, group.mT).squeeze(-1))
         outside = images - S @ inside
         beside = sum(torch.linalg.matrix_norm(outside @ x).square() for x in (small, small.mH))
-        beside = torch.as_tensor(beside).double().sqrt() / one_if_zero(size)
+        beside = widened(torch.as_tensor(beside)).sqrt() / one_if_zero(size)
         of_group = self._of_group(COARSER * size.unsqueeze(-1))
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 

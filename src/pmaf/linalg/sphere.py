@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, norm
-from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance, widened
 from pmaf.runtime.modes import plain
 
 
@@ -24,9 +24,7 @@ def settle(u: Tensor) -> Tensor:
     At a minimum the objective is stationary along the sphere but not across it, so it is rounding
     of the length of `u` that changes the objective most.
     """
-    if u.device.type == "mps":  # has no float64
-        return project(u)
-    return project(u.double()).to(u.dtype)
+    return project(widened(u)).to(u.dtype)
 
 
 def tangent(u: Tensor, x: Tensor) -> Tensor:
