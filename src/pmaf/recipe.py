@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import errors
+from pmaf.autograd.node import recorded_as_one
 from pmaf.autograd.traced import Whole, attach_traced, is_traced
 from pmaf.executors.base import Account
 from pmaf.executors.direct import Direct, Ended
@@ -29,9 +30,9 @@ from pmaf.reductions import outlines
 from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back, posed_by
 from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
-from pmaf.runtime import ranks
+from pmaf.runtime import precision, ranks
 from pmaf.runtime.checks import looks
-from pmaf.runtime.modes import forward_mode, plain, untraced
+from pmaf.runtime.modes import forward_mode, full_precision, plain, untraced
 from pmaf.runtime.text import abbreviated
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution, require_products_suffice, require_rules
@@ -218,8 +219,12 @@ def _end_by_recipe(
     problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
 ) -> Ended:
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
-    with OneThread(problem.first):
-        return recipe.end({**problem.named, "init": init}, report, throw)
+    given = {**problem.named, "init": init}
+    first = next(iter(given.values()))
+    with full_precision(first.device), OneThread(first):
+        if precision.turn & 1 and isinstance(gradient, Unroll):
+            return _end_as_node(recipe, given, report, throw)
+        return recipe.end(given, report, throw)
 
 
 def _end_by_products(
@@ -240,7 +245,11 @@ def _end_by_products(
         given["reference"] = ranks.whole(reference)
         errors.require_finite(reference=(given["reference"], 1))  # on all ranks or none
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
-    ended = recipe.end(given, True, throw)
+    with full_precision(problem.device):
+        if recipe.steps and precision.turn & 1:
+            ended = _end_as_node(recipe, given, True, throw)
+        else:
+            ended = recipe.end(given, True, throw)
     if mesh is None:
         return ended
 
@@ -248,6 +257,31 @@ def _end_by_products(
         return (ranks.replicate(x, mesh) if isinstance(x, Tensor) else x for x in parts)
 
     return ended._replace(found=(*spread(ended.found),), report=Report(*spread(ended.report)))
+
+
+def _end_as_node(recipe: Recipe, given: Tensors, report: bool, throw: bool) -> Ended:
+    """The end of a recipe whose steps autograd records, so that they are differentiated exactly.
+
+    It is for calls in which torch may leave out digits of products: then `precision.turn` is odd.
+    """
+    parts = {name: x for name, x in given.items() if isinstance(x, (Tensor, Operator))}
+    flat = [x.tensors if isinstance(x, Operator) else (x,) for x in parts.values()]
+    ended: Any = None
+
+    def found(*tensors: Any) -> Found:
+        nonlocal ended
+        left = iter(tensors)
+        posed = {
+            name: x.with_tensors([next(left) for _ in x.tensors])
+            if isinstance(x, Operator)
+            else next(left)
+            for name, x in parts.items()
+        }
+        ended = recipe.end({**given, **posed}, report, throw)
+        return ended.found
+
+    outputs = recorded_as_one(found, [x for some in flat for x in some])
+    return ended._replace(found=tuple(outputs))
 
 
 def _require_batch(A: Any, batch: torch.Size) -> None:

@@ -24,6 +24,7 @@ from pmaf.layers.eigenvectors import (
 )
 from pmaf.layers.host import on_host
 from pmaf.layers.pairs import Pair
+from pmaf.linalg.roundings import working_dtype
 from pmaf.operators.base import Operator, as_operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
@@ -268,7 +269,8 @@ def ied(
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
     if generator is not None and init is None:
         shape = (problem.n, problem.count)
-        init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+        dtype = working_dtype(torch.float64, generator.device)
+        init = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
         init = init.to(problem.A.device, problem.A.dtype)
         init = init[..., 0] if k is None else init
     solution = run(problem, solver or AUTO, gradient or IMPLICIT, init=init, report=False)

@@ -28,7 +28,13 @@ from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
 from pmaf.layers.less import short_way_of_least_squares
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
-from pmaf.linalg.roundings import HALF, blame_range, square_range, working_dtype
+from pmaf.linalg.roundings import (
+    HALF,
+    blame_range,
+    square_range,
+    widened,
+    working_dtype,
+)
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
@@ -39,7 +45,6 @@ from pmaf.reductions.field import EmbeddedVectors
 from pmaf.reductions.gram import NullVector, Squares, root_of
 from pmaf.reductions.precision import Precision, of_short
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import lacks_float64
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
@@ -204,11 +209,11 @@ class PrincipalSingularVectors(Problem):
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
-        A, weights = self.matrix.detach().double(), self.weights
+        A, weights = widened(self.matrix.detach()), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
         if weights is not None:
-            weights = weights.detach().double()
+            weights = widened(weights.detach())
             most = weights.amax(-1, keepdim=True)
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
@@ -355,10 +360,9 @@ def with_signs(
     short: list[Reduction] = []
     if dtype.to_real() != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.
-        has_double = not lacks_float64(problem.device)
-        computed = torch.float64 if has_double else torch.float32
-        short.append(Precision(dtype, computed.to_complex() if dtype.is_complex else computed))
-        bare = bare.changed(single=problem.single or has_double)
+        computed = working_dtype(dtype, problem.device)
+        short.append(Precision(dtype, computed))
+        bare = bare.changed(single=problem.single or computed.to_real() == torch.float64)
     # Signs are chosen with all digits that are computed.
     chain = [*short, sign, End(0, problem.flipped, single, signed=True), *steps]
     return tuple(chain), Direct(bare, solver, gradient)
@@ -414,8 +418,7 @@ def _straight_way(posed: PrincipalSingularVectors, device: torch.device) -> Reci
 def doubled(dtype: torch.dtype, device: torch.device) -> tuple[list[Reduction], bool]:
     """The step to a dtype in which squares keep all digits, and whether there is one."""
     single = dtype.to_real() != torch.float64
-    computed = working_dtype(torch.float32 if single else torch.float64, device)
-    computed = computed.to_complex() if dtype.is_complex else computed
+    computed = working_dtype(dtype, device)
     steps: list[Reduction] = [Precision(dtype, computed)] if computed != dtype else []
     return steps, single and computed.to_real() == torch.float64
 

@@ -35,7 +35,7 @@ from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED, Scalar
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, one_if_zero
-from pmaf.linalg.roundings import HALF
+from pmaf.linalg.roundings import HALF, widened
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
@@ -209,10 +209,10 @@ class SpectralFunction(Problem):
         if not A.symmetric:
             images = 0.5 * (images + ranks.whole(A.rmatvec(rows)).mT)
         inside, small = S.mH @ images, (S.mH @ left.mT) @ (right @ S)
-        size = size_of(A, group.mT).squeeze(-1).double()
+        size = widened(size_of(A, group.mT).squeeze(-1))
         outside = images - S @ inside
         beside = sum(torch.linalg.matrix_norm(outside @ x).square() for x in (small, small.mH))
-        beside = torch.as_tensor(beside).double().sqrt() / one_if_zero(size)
+        beside = widened(torch.as_tensor(beside)).sqrt() / one_if_zero(size)
         of_group = self._of_group(COARSER * size.unsqueeze(-1))
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 
@@ -355,9 +355,11 @@ def spectral(
     if isinstance(function, str):
         given = {"A": A, "init": None}
         recipe = short_recipe(SpectralFunction, given, (function, k, largest), None, None)
-        found = None if recipe is None else recipe.run(given)
-        if found is not None:
-            return found[0]
+        if recipe is not None:
+            with full_precision(A.device):
+                found = recipe.run(given)
+            if found is not None:
+                return found[0]
     return _commonly(A, function, k, largest)
 
 
@@ -376,7 +378,8 @@ def _commonly(
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
     if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
-    return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
+    with full_precision(A.device):
+        return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
 
 
 def _is_whole(A: Tensor) -> bool:

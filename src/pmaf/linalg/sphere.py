@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, norm
-from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
-from pmaf.runtime.modes import lacks_float64, plain
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance, widened
+from pmaf.runtime.modes import plain
 
 
 def project(u: Tensor) -> Tensor:
@@ -24,9 +24,7 @@ def settle(u: Tensor) -> Tensor:
     At a minimum the objective is stationary along the sphere but not across it, so it is rounding
     of the length of `u` that changes the objective most.
     """
-    if lacks_float64(u.device):
-        return project(u)
-    return project(u.double()).to(u.dtype)
+    return project(widened(u)).to(u.dtype)
 
 
 def tangent(u: Tensor, x: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
     if plain(rows) and isinstance(reference, Tensor):
         require_finite(reference=(reference, 1))
     both, one, _ = _references(rows)
-    return torch.copysign(one, torch.where(known, chosen, rows @ both[:, 1]))
+    return torch.copysign(one, torch.where(known, chosen, (rows * both[:, 1]).sum(-1)))
 
 
 def _one_signed(x: Tensor) -> Tensor:

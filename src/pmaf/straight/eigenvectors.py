@@ -49,9 +49,9 @@ def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
 def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
     """k eigenvectors of each pair `Ay = λMy` with `yᴴMy = 1`, of which every row has that length.
 
-    They are proved by the residuals of all eigenvectors in the given variables, since the derivative
-    uses all: where `M` is too ill-conditioned for its factor, the evidence fails. Lengths and
-    products in `M` have rounding errors of `M` alone.
+    They are proved by the residuals of all eigenvectors in the given variables, since the
+    derivative uses all: where `M` is too ill-conditioned for its factor, the evidence fails.
+    Lengths and products in `M` have rounding errors of `M` alone.
     """
     A, M = A + A.mH, M + M.mH
     lower, info = cholesky(M)
