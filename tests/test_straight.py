@@ -356,9 +356,8 @@ def test_null_vectors(shape: tuple[int, int], k: int | None, weighted: bool) -> 
     A = drawn(4, *shape, dtype=F32)
     weights = drawn(4, shape[0], seed=1, dtype=F32).abs() if weighted else None
     parts = [x.double() for x in (A, weights) if x is not None]
-    found = singular.right_vectors(
-        parts[0], parts[1] if weighted else None, k or 1, False, True, True
-    )
+    form = singular.Form(k or 1, largest=False, single=True, signed=True)
+    found = singular.right_vectors(parts[0], parts[1] if weighted else None, form)
     assert found.evidence.holds()
     leaves = [x.clone().requires_grad_() for x in parts]
     vectors = pmaf.nullspace(leaves[0], k, weights=leaves[1] if weighted else None)
@@ -367,16 +366,44 @@ def test_null_vectors(shape: tuple[int, int], k: int | None, weighted: bool) -> 
     if k and shape[1] - shape[0] > 0:
         return  # more than one vector of the null space of wide matrices
     theirs = torch.autograd.grad(vectors, leaves, v)
-    ours = singular.pull_right(
-        parts, found.rows, found.values, found.every_row, found.every_value, v.mT, True,
-        [True] * len(parts),
-    )  # fmt: skip
+    needs = [True] * len(parts)
+    every = found.every_row, found.every_value
+    ours = singular.pull_right(parts, found.rows, *every, v.mT, form, needs)
     assert error(found.rows.mT, vectors) <= torch.finfo(F32).eps
     for x, y in zip(ours, theirs):
         assert x is not None
         # Weights have no effect on an exact null vector, and its gradient is rounding.
         if float(y.abs().max()) > 1e-9:
             assert error(x, y) <= torch.finfo(F32).eps
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (40, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [F64, torch.complex128], ids=str)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("by_left", [True, False])
+def test_triplets(shape: tuple[int, int], dtype: torch.dtype, largest: bool, by_left: bool) -> None:
+    # Among so many matrices there is one whose singular values differ from norms by many roundings.
+    A = drawn(300, *shape, dtype=dtype)
+    form = singular.Form(1, largest, single=False, signed=True, by_left=by_left)
+    found = singular.triplets(A, form)
+    proved = found.evidence.marks(1) == 0
+    assert float(proved.double().mean()) > 0.9
+    leaf = A.clone().requires_grad_()
+    right, values, left = leaf, None, None
+    if by_left:
+        right, values, left = pmaf.isvd(leaf.mH, largest=largest)
+    else:
+        left, values, right = pmaf.isvd(leaf, largest=largest)
+    parts = found.rows[:, 0], found.values[:, 0], found.left[:, 0]
+    for x, y in zip(parts, (right, values, left)):
+        assert error(x[proved], y[proved]) <= 1e5 * torch.finfo(F64).eps
+    v = [drawn(*x.shape, seed=i, dtype=x.dtype) for i, x in enumerate(parts)]
+    (theirs,) = torch.autograd.grad((right, values, left), leaf, v)
+    incoming = [x.unsqueeze(1) for x in v]
+    rows = found.rows, found.values, found.left
+    every = found.every_row, found.every_value
+    ours = singular.pull_triplets(A, rows, every, incoming, form)
+    assert error(ours[proved], theirs[proved]) <= 1e6 * torch.finfo(F64).eps
 
 
 # Calls on a device.

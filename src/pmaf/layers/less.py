@@ -27,13 +27,13 @@ from pmaf.reductions.precision import of_short
 from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
 from pmaf.solvers import Auto, Secular, Solver
 from pmaf.solvers.auto import (
-    BATCHED_SVD,
     HOST_MINIMUM_ENTRIES,
     SECULAR,
     are_decomposed,
     are_reduced_columns,
 )
 from pmaf.straight.least_squares import Kind, Method
+from pmaf.straight.singular import BATCHED_SVD
 
 # The problem of solvers, on the unit sphere, without its tensors.
 
