@@ -40,7 +40,7 @@ def certify_eigenvectors_by_products(
     y = ranks.whole(value.detach()).to(A.dtype)
     y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.count, problem.n)
     exact = rows.of_symmetric_part if problem.symmetric else rows
-    start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
+    start = fixed_rows[problem.n, A.dtype, A.device][1:].flip(-1).expand(len(y), 1, -1)
     # All three measures are relative; in these units nothing over- or underflows.
     unit = rows.unit(exact(start))[:, None, None]
 
@@ -110,7 +110,7 @@ def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     length = long_norm(y)
     multiplier = (dot(y, force) / length.square()).squeeze(-1)
     along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
-    random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
+    random = fixed_rows[n, y.dtype, y.device][1:].flip(-1).expand_as(y)
     solver = Krylov(tolerance=torch.finfo(y.dtype).eps ** 0.75)
 
     def extreme(sign: float) -> Tensor:

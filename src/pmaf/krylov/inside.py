@@ -43,7 +43,7 @@ def guess_inside(
     """
     B, n = start.shape
     rows, images = start.new_empty(2, B, 2 * limit, n)
-    first, second = fixed_rows(n, start.dtype, start.device)
+    first, second = fixed_rows[n, start.dtype, start.device]
     given = (norm(start) > 0).unsqueeze(-1)
     following = torch.stack([torch.where(given, start, first), second.expand(B, n)], 1)
     for k in range(1, limit + 1):

@@ -38,7 +38,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
     """
     A = part.matrix
     B, n = A.shape[:2]
-    start = fixed_rows(n, A.dtype, A.device)[1]
+    start = fixed_rows[n, A.dtype, A.device][1]
     Q = A.new_zeros(B, limit + 1, n)
     T = A.new_zeros(B, limit, limit)
     Q[:, 0] = start / norm(start)

@@ -196,7 +196,7 @@ class SpectralFunction(Problem):
         """
         A = _fixed(A)
         k, n, mesh = self.width, A.shape[-1], ranks.mesh_of(*A.tensors)
-        row = fixed_rows(n, A.dtype.to_real(), A.device)[1].flip(-1)
+        row = fixed_rows[n, A.dtype.to_real(), A.device][1].flip(-1)
         start = torch.stack([row.roll(i) for i in range(k)], -1).to(A.dtype)
         found = run(PrincipalEigenvectors(A, k, self.largest), init=start, report=False)
         left, right = (ranks.whole(x.detach()).to(A.dtype) for x in F.tensors)

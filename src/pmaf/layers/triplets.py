@@ -333,7 +333,7 @@ def _size(seen: Rows) -> Tensor:
     """A lower bound of `‖A‖`, about as large, `(B,)`; no square of it is taken."""
     A = seen.A
     n = A.shape[-1]
-    row = fixed_rows(n, A.dtype, A.device)[:1].expand(seen.entries, 1, n)
+    row = fixed_rows[n, A.dtype, A.device][:1].expand(seen.entries, 1, n)
     length, row = _normalised(row)
     for _ in range(3):
         for product in (seen, seen.transposed):

@@ -58,7 +58,7 @@ class _Searches:
                 x = getattr(problem, name)
                 if isinstance(x, Tensor):
                     require_finite(**{name: (ranks.local(x), dims)})
-        self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
+        self.random = (fixed_rows[self.n, g.dtype, g.device][1] / self.n**0.5).expand(B, 1, self.n)
         image = self.product(self.random)
         if self.definite:
             self._require_range(image, g)
