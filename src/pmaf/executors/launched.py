@@ -55,7 +55,7 @@ class LaunchedEigenvectors(LaunchedExecutor):
         self.columns = problem.k is not None
 
     def account(self, tensors: Tensors) -> Account:
-        return _account("eigenvectors.forward", "Jacobi's rotations", "eigenvectors.backward")
+        return _account("eigenvectors_forward", "Jacobi's rotations", "eigenvectors_backward")
 
     def solve(self, tensors: Tensors) -> Found | None:
         A, problem = tensors["A"], self.problem
@@ -101,7 +101,7 @@ class LaunchedNullVectors(LaunchedExecutor):
 
     def account(self, tensors: Tensors) -> Account:
         how = "AᵀA in float64, and Jacobi's rotations"
-        return _account("null_vectors.forward", how, "null_vectors.backward")
+        return _account("null_vectors_forward", how, "null_vectors_backward")
 
     def solve(self, tensors: Tensors) -> Found | None:
         given = [tensors[name] for name in self.names]
@@ -149,7 +149,7 @@ class LaunchedLeastSquares(LaunchedExecutor):
 
     def account(self, tensors: Tensors) -> Account:
         how = "AᵀA in float64, Jacobi's rotations and Newton's method for one number"
-        return _account("least_squares.forward", how, "least_squares.backward")
+        return _account("least_squares_forward", how, "least_squares_backward")
 
     def solve(self, tensors: Tensors) -> Found | None:
         A, b = tensors["A"], tensors["b"]

@@ -39,12 +39,12 @@ class Block(NamedTuple):
 
 @functools.cache
 def block_of(n: int) -> Block:
-    """Chosen so that the registers of a thread suffice on an sm_80; never timed."""
+    """Chosen by `python -m tests.launched_compile`: no kernel spills registers. Never timed."""
     padded = max(2, 1 << (n - 1).bit_length())
     return Block(padded, *_BLOCKS[padded])
 
 
-_BLOCKS = {2: (32, 1), 4: (16, 1), 8: (4, 1), 16: (1, 1), 32: (1, 4)}
+_BLOCKS = {2: (16, 1), 4: (4, 1), 8: (2, 1), 16: (1, 2), 32: (1, 8)}
 
 
 def batch_strides(x: Tensor, own: int) -> tuple[Tensor, tuple[int, int, int]]:
@@ -88,7 +88,7 @@ def eigenvectors(
     count = math.prod(batch)
     programs, constants = block_of(n).constants(count)
     launched.launch(
-        launched.modules().eigenvectors.forward, programs,
+        launched.modules().eigenvectors.eigenvectors_forward, programs,
         A, values, vectors, values if kept is None else kept, count, *strides, *A.stride()[-2:],
         N=n, K=k or 1, LARGEST=largest, KEEP=keep, SCALED=A.dtype == torch.float64,
         LEAST=merge_tolerance(A.dtype) * n**0.5, SWEEPS=SWEEPS, **constants,
@@ -106,7 +106,7 @@ def eigenvectors_gradient(
     programs, constants = block_of(n).constants(count)
     both, strides = _incoming(kept, d_values, d_vectors)
     launched.launch(
-        launched.modules().eigenvectors.backward, programs,
+        launched.modules().eigenvectors.eigenvectors_backward, programs,
         kept, *both, dA, count, *strides,
         N=n, **constants, **_tolerances(dtype, d_values, d_vectors),
         SCALED=dtype == torch.float64,
@@ -151,7 +151,7 @@ def null_vectors(
     programs, constants = block_of(n).constants(count)
     A, weights, strides = _rows(A, weights)
     launched.launch(
-        launched.modules().null_vectors.forward, programs,
+        launched.modules().null_vectors.null_vectors_forward, programs,
         A, A if weights is None else weights, values, vectors, values if kept is None else kept,
         count, m, *strides,
         N=n, K=k or 1, LARGEST=largest, HAS_WEIGHTS=weights is not None, KEEP=keep, R=ROWS,
@@ -181,7 +181,7 @@ def null_vectors_gradient(
     A, weights, strides = _rows(A, weights)
     both, given = _incoming(kept, d_values, d_vectors)
     launched.launch(
-        launched.modules().null_vectors.backward, programs,
+        launched.modules().null_vectors.null_vectors_backward, programs,
         kept, *both, A, A if weights is None else weights,
         first if dA is None else dA, first if dw is None else dw, count, m, *given, *strides,
         N=n, R=ROWS, HAS_WEIGHTS=weights is not None, NEEDS_A=dA is not None,
@@ -209,7 +209,7 @@ def least_squares(A: Tensor, b: Tensor, keep: bool) -> tuple[Tensor, Tensor, Ten
     programs, constants = block_of(n).constants(count)
     A, right, strides = _rows(A, b)
     launched.launch(
-        launched.modules().least_squares.forward, programs,
+        launched.modules().least_squares.least_squares_forward, programs,
         A, right, u, multiplier, u if kept is None else kept, count, m, *strides,
         N=n, KEEP=keep, R=ROWS, MERGE=merge_tolerance(A.dtype), NOISE=noise_tolerance(A.dtype),
         SWEEPS=SWEEPS, STEPS=STEPS, **constants,
@@ -233,7 +233,7 @@ def least_squares_gradient(
     A, right, strides = _rows(A, b)
     v, given = batch_strides(v, 1)
     launched.launch(
-        launched.modules().least_squares.backward, programs,
+        launched.modules().least_squares.least_squares_backward, programs,
         kept, v, A, right, first if dA is None else dA, first if db is None else db, count, m,
         *given, v.stride(-1), *strides,
         N=n, NEEDS_A=dA is not None, NEEDS_B=db is not None,

@@ -4,11 +4,11 @@
 
 from pmaf.launched.kernels.coupling import derivative, keep
 from pmaf.launched.kernels.jacobi import eigenbasis, in_range, offset, ranks, signs
-from pmaf.launched.kernels.language import jit, tl
+from pmaf.launched.kernels.language import kernel, tl
 
 
-@jit
-def forward(
+@kernel
+def eigenvectors_forward(
     A, values, vectors, kept, count, size, outer, inner, row, column,
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
     LARGEST: tl.constexpr, KEEP: tl.constexpr, SCALED: tl.constexpr,
@@ -47,8 +47,8 @@ def forward(
     tl.store(at + i * K + place, V, mask=inside & (place < K))
 
 
-@jit
-def backward(
+@kernel
+def eigenvectors_backward(
     kept, d_vectors, d_values, dA, count,
     v_size, v_outer, v_inner, v_row, v_column, l_size, l_outer, l_inner, l_step,
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr,

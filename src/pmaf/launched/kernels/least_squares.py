@@ -8,11 +8,11 @@ a solution of the bordered system of `pmaf.tangent.basis`.
 # pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
 
 from pmaf.launched.kernels.jacobi import eigenbasis, offset, reference
-from pmaf.launched.kernels.language import jit, tl
+from pmaf.launched.kernels.language import kernel, tl
 
 
-@jit
-def forward(
+@kernel
+def least_squares_forward(
     A, b_, u, multiplier, kept, count, rows,
     size, outer, inner, row, column, b_size, b_outer, b_inner, b_step,
     N: tl.constexpr, P: tl.constexpr, B: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
@@ -129,8 +129,8 @@ def forward(
         tl.store(base + 2 * N, t + 0.0 * spread, mask=some)
 
 
-@jit
-def backward(
+@kernel
+def least_squares_backward(
     kept, v, A, b_, dA, db, count, rows, v_size, v_outer, v_inner, v_step,
     size, outer, inner, row, column, b_size, b_outer, b_inner, b_step,
     N: tl.constexpr, P: tl.constexpr, B: tl.constexpr,

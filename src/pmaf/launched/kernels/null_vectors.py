@@ -7,11 +7,11 @@ Matrices are of float32, and their Gram matrices of float64 have all their digit
 
 from pmaf.launched.kernels.coupling import derivative, keep
 from pmaf.launched.kernels.jacobi import eigenbasis, offset, ranks, signs
-from pmaf.launched.kernels.language import jit, tl
+from pmaf.launched.kernels.language import kernel, tl
 
 
-@jit
-def forward(
+@kernel
+def null_vectors_forward(
     A, weights, values, vectors, kept, count, rows,
     size, outer, inner, row, column, w_size, w_outer, w_inner, w_step,
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
@@ -68,8 +68,8 @@ def forward(
     tl.store(at_vector + i * K + place, V, mask=tall & wide & (place < K))
 
 
-@jit
-def backward(
+@kernel
+def null_vectors_backward(
     kept, d_vectors, d_values, A, weights, dA, dw, count, rows,
     v_size, v_outer, v_inner, v_row, v_column, l_size, l_outer, l_inner, l_step,
     size, outer, inner, row, column, w_size, w_outer, w_inner, w_step,
