@@ -20,8 +20,10 @@ from pmaf.linalg import sphere
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.recipe import Recipe
 
-SIZES = [1, 2, 3, 8, 9, 16, 31, 32]
 DTYPES = [torch.float32, torch.float64]
+# The interpreter takes seconds for the largest ones.
+SIZES = [(n, dtype) for n in (1, 2, 3, 8, 9, 16) for dtype in DTYPES]
+SIZES += [(31, torch.float32), (32, torch.float64)]
 
 
 def rotated(values: torch.Tensor) -> torch.Tensor:
@@ -96,8 +98,7 @@ def test_they_are_interpreted():
     assert not launched.takes(shape, torch.float32, torch.device("meta"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("n", "dtype"), SIZES)
 def test_eigenvectors_of_all_families(n, dtype):
     k, eps = min(2, n), torch.finfo(dtype).eps
     cases = families(n)
@@ -135,8 +136,8 @@ def test_eigenvectors_of_all_families(n, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_small_end_and_many_vectors(dtype):
     eps = torch.finfo(dtype).eps
-    x = torch.randn(3, 9, 9, dtype=dtype)
-    for k in (1, 4, 9):
+    x = torch.randn(2, 5, 5, dtype=dtype)
+    for k in (1, 3, 5):
         values, vectors, kept = calls.eigenvectors(x, k, False, True)
         a = (0.5 * (x + x.mT)).double().requires_grad_()
         found = pmaf.ied(a, k, largest=False)
@@ -205,7 +206,7 @@ def test_an_entry_that_is_not_finite_stays_alone(n):
 
 
 def test_layouts_of_a_batch(monkeypatch):
-    x = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64)
+    x = torch.randn(2, 3, 2, 5, 5, dtype=torch.float64)
     x = x + x.mT
     cases = {
         "one": x[0, 0, 0],
@@ -285,7 +286,7 @@ def nullspace_of(m, n, k=None, weighted=False):
 
 
 @pytest.mark.parametrize(
-    ("m", "n"), [(1, 1), (2, 2), (1, 3), (5, 3), (9, 8), (8, 9), (20, 16), (40, 31), (33, 32)]
+    ("m", "n"), [(1, 1), (2, 2), (1, 3), (5, 3), (9, 8), (8, 9), (20, 16), (33, 32)]
 )
 def test_null_vectors(m, n):
     eps = torch.finfo(torch.float32).eps
@@ -372,9 +373,7 @@ def less_of():
     return lambda A, b: recipe.run({"A": A, "b": b})[0]
 
 
-@pytest.mark.parametrize(
-    ("m", "n"), [(2, 1), (2, 2), (5, 3), (8, 9), (9, 8), (20, 16), (40, 31), (20, 32)]
-)
+@pytest.mark.parametrize(("m", "n"), [(2, 1), (2, 2), (5, 3), (8, 9), (9, 8), (20, 16), (40, 31)])
 def test_least_squares(m, n):
     eps = torch.finfo(torch.float32).eps
     A, b = torch.randn(3, m, n), torch.randn(3, m)

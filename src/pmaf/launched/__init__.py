@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 COLUMNS = 32  # at most
 
@@ -37,14 +39,15 @@ class Kernels(NamedTuple):
     language: Any
 
 
-def launch(kernel: Any, grid: int, *args: Any, **constants: Any) -> None:
-    """Launch a kernel for so many programs. Every launch of the library goes through here.
+def launch(kernel: Any, programs: int, first: Tensor, *others: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of a tensor. Every launch of the library goes through here.
 
     Products are rounded before they are added, as in the interpreter, so that symmetric results are
     symmetric to the last bit.
     """
-    if grid > 0:
-        kernel[(grid,)](*args, **constants, enable_fp_fusion=False)
+    if programs > 0:
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            kernel[(programs,)](first, *others, **constants, enable_fp_fusion=False)
 
 
 def takes(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:

@@ -16,8 +16,9 @@ from torch import Tensor
 from pmaf import launched
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 
-# Jacobi's method converges quadratically: about seven sweeps are taken of matrices of order 32.
-SWEEPS = 24
+# Jacobi's method converges quadratically: about seven sweeps are taken of matrices of order 32, and
+# up to sixteen where eigenvalues cluster.
+SWEEPS = 40
 # Newton's method takes about eight steps for a secular equation.
 STEPS = 64
 # The rows of a matrix that are read at a time.
