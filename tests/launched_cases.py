@@ -19,6 +19,7 @@ from pmaf.layers.least_squares import UNIT
 from pmaf.linalg import sphere
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.recipe import Recipe
+from tests import pretend  # known to torch before its first backward pass
 
 DTYPES = [torch.float32, torch.float64]
 # The interpreter takes seconds for the largest ones.
@@ -501,3 +502,54 @@ def test_accounts_say_what_is_known():
         assert "never timed" in account.why
         assert "float64" in account.kept
     assert merge_tolerance(torch.float32) > 0
+
+
+# Calls of layers on a device, one launch a pass.
+
+CALLS = {
+    "ied": (lambda A: pmaf.ied(A + A.mT), (2, 4, 4), "ied: launched"),
+    "ied, signs, order": (
+        lambda A: pmaf.ied(A + A.mT, 2, reference=0, descending=False),
+        (2, 4, 4),
+        "ied: launched",
+    ),
+    "nullspace": (pmaf.nullspace, (2, 3, 4), "singular: launched"),
+    "less": (lambda A: pmaf.less(A, A[..., 0], radius=2.0), (2, 5, 3), "less: launched"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_layers_on_a_device_take_one_launch_a_pass(name, monkeypatch, caplog):
+    def launch(kernel, programs, *given, **constants):
+        pretend.launched(kernel.__name__)
+        given = [x.inner if isinstance(x, pretend.Pretend) else x for x in given]
+        plain(kernel, programs, *given, **constants)
+
+    plain = launched.launch
+    monkeypatch.setattr(launched, "launch", launch)
+    caplog.set_level("DEBUG", logger="pmaf")
+    call, shape, way = CALLS[name]
+    A = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+    def both(A):
+        """Results and their gradient, and what each of the passes launches."""
+        A = A.requires_grad_()
+        with pretend.counted() as forward:
+            found = call(A)
+        found = found if isinstance(found, tuple) else (found,)
+        seeds = [torch.ones(x.shape, dtype=x.dtype).to(x.device) for x in found]
+        with pretend.counted() as backward:
+            (dA,) = torch.autograd.grad(found, A, seeds)
+        parts = [x.detach().cpu() for x in (*found, dA)]
+        return parts, forward, backward
+
+    here, _, _ = both(A.clone())
+    caplog.clear()
+    there, forward, backward = both(pretend.put(A))
+    assert [x.getMessage() for x in caplog.records] == [way, "tangent: launched"]
+    for counts, suffix in ((forward, "forward"), (backward, "backward")):
+        kernels = [x for x in counts.events if x.call.endswith("s_" + suffix)]
+        assert len(kernels) == 1
+        assert counts.waits == 0
+    for x, y in zip(there, here):
+        assert torch.allclose(x, y, rtol=1e-5, atol=1e-5)

@@ -36,6 +36,7 @@ ROOMS = [
     "reductions",
     "autograd",
     "problem",
+    "straight",
     "executors",
     "recipe",
     "solving",

@@ -14,8 +14,10 @@ from pmaf.autograd.image import entries
 from pmaf.executors.direct import Direct
 from pmaf.executors.eigenvectors import CompiledEigenvectors, CompiledPairs
 from pmaf.executors.general import DominantEigenvector
+from pmaf.executors.launched import LaunchedEigenvectors
 from pmaf.executors.straight import StraightEigenvectors
 from pmaf.gradients import Gradient, Implicit, Unroll
+from pmaf.launched import takes
 from pmaf.layers.eigenvectors import (
     COMPILED_VECTORS,
     Eigenpairs,
@@ -137,10 +139,11 @@ def way_of_eigenvectors(
 def short_way_of_eigenvectors(
     posed: PrincipalEigenvectors, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
-    """The recipe for eigenvectors by compiled kernels, or by a straight-line program."""
+    """The recipe for eigenvectors by kernels, or by a straight-line program."""
     if place is not None:
-        found = on_host(short_way_of_eigenvectors, posed, init, place)
-        return found or _straight_way(posed)
+        found = _way_on_device(posed, place.device, launched=True)
+        found = found or on_host(short_way_of_eigenvectors, posed, init, place)
+        return found or _way_on_device(posed, place.device, launched=False)
     A, M, k = posed.matrix, posed.M, posed.k
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
@@ -167,12 +170,18 @@ def short_way_of_eigenvectors(
     return Recipe(tuple(steps), CompiledPairs(_as_pair(bare), A.shape, dtype, common))
 
 
-def _straight_way(posed: PrincipalEigenvectors) -> Recipe | None:
+def _way_on_device(
+    posed: PrincipalEigenvectors, device: torch.device, launched: bool
+) -> Recipe | None:
+    """The recipe by one launch of a kernel, or by a straight-line program."""
     A, M = posed.matrix, posed.M
     pair = M is not None
     if not posed.symmetric or A.numel() == 0 or (pair and A.shape != M.shape):
         return None
     steps: list[Reduction] = [*of_short(A.dtype)]
+    dtype = torch.float32 if steps else A.dtype
+    if launched and (pair or not takes(A.shape, dtype, device)):
+        return None
     if isinstance(M, Diagonal):
         steps.append(DenseMetric())
     steps += _signs(posed)
@@ -180,6 +189,8 @@ def _straight_way(posed: PrincipalEigenvectors) -> Recipe | None:
         steps.append(End(posed.skip, posed.flipped, posed.k is None))
     width = None if posed.single else posed.width
     bare = posed.bare().changed(k=width, skip=0, descending=posed.largest)
+    if launched:
+        return Recipe(tuple(steps), LaunchedEigenvectors(bare))
     bare = _as_pair(bare) if pair else bare
     return Recipe(tuple(steps), StraightEigenvectors(bare, posed.reference is None, pair))
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from pmaf import errors, native
 from pmaf.executors.direct import Direct
+from pmaf.executors.launched import LaunchedLeastSquares
 from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSquares
 from pmaf.executors.straight import StraightLeastSquares
 from pmaf.gradients import Gradient, Implicit
+from pmaf.launched import takes
 from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
 from pmaf.layers.host import on_host
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares
@@ -88,9 +90,12 @@ def way_of_least_squares(
 def short_way_of_least_squares(
     posed: SphereLeastSquares, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
-    """The recipe for least squares by compiled kernels, or by a straight-line program."""
+    """The recipe for least squares by kernels, or by a straight-line program."""
     if place is not None:
-        found = on_host(short_way_of_least_squares, posed, init, place, HOST_MINIMUM_ENTRIES)
+        found = _launched_way(posed, init, place.device)
+        found = found or on_host(
+            short_way_of_least_squares, posed, init, place, HOST_MINIMUM_ENTRIES
+        )
         return found or _straight_way(posed, init, place.device)
     A, radius, M = posed.matrix, posed.radius, posed.M
     if not native.available or A.numel() == 0 or A.shape[:-1] != posed.b.shape:
@@ -119,6 +124,23 @@ def short_way_of_least_squares(
     )
     again = functools.partial(_solved, length, posed.ball, diagonal)
     return Recipe(tuple(steps), DecomposedLeastSquares(again, plan, 1 if diagonal else 2))
+
+
+def _launched_way(
+    posed: SphereLeastSquares, init: Tensor | None, device: torch.device
+) -> Recipe | None:
+    """The recipe by one launch of a kernel, which knows of no options but the radius."""
+    A, radius = posed.matrix, posed.radius
+    steps = of_short(A.dtype)
+    dtype = torch.float32 if steps else A.dtype
+    if dtype != torch.float32 or posed.has_options or init is not None:
+        return None
+    if A.numel() == 0 or A.shape[:-1] != posed.b.shape or not takes(A.shape, dtype, device):
+        return None
+    if radius != 1:
+        assert not isinstance(radius, Tensor)
+        steps.append(Radius(float(radius)))
+    return Recipe(tuple(steps), LaunchedLeastSquares(UNIT))
 
 
 def _straight_way(

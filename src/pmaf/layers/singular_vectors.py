@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pmaf import errors, native
 from pmaf.executors.direct import Direct
+from pmaf.executors.launched import LaunchedNullVectors
 from pmaf.executors.least_squares import CompiledLeastSquares
 from pmaf.executors.singular import SingularVectors as Executor
 from pmaf.executors.straight import StraightSingularVectors
@@ -20,6 +21,7 @@ from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.constrained import times
 from pmaf.gradients.singular import SingularConditions, singular_newton
+from pmaf.launched import takes
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.host import on_host
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
@@ -371,10 +373,11 @@ def with_signs(
 def short_way_of_singular_vectors(
     posed: PrincipalSingularVectors, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
-    """The recipe for right singular vectors by compiled kernels, or by a straight-line program."""
+    """The recipe for right singular vectors by kernels, or by a straight-line program."""
     if place is not None:
-        found = on_host(short_way_of_singular_vectors, posed, init, place)
-        return found or _straight_way(posed, place.device)
+        found = _way_on_device(posed, place.device, launched=True)
+        found = found or on_host(short_way_of_singular_vectors, posed, init, place)
+        return found or _way_on_device(posed, place.device, launched=False)
     A, weights, k = posed.matrix, posed.weights, posed.k
     dtype = A.dtype
     names = ("A",) if weights is None else ("A", "weights")
@@ -400,16 +403,26 @@ def short_way_of_singular_vectors(
     return Recipe(tuple(steps), Executor(problem, A.shape, double, names, complexes))
 
 
-def _straight_way(posed: PrincipalSingularVectors, device: torch.device) -> Recipe | None:
+def _way_on_device(
+    posed: PrincipalSingularVectors, device: torch.device, launched: bool
+) -> Recipe | None:
+    """The recipe by one launch of a kernel, or by a straight-line program."""
     A, weights, k = posed.matrix, posed.weights, posed.k
     names = ("A",) if weights is None else ("A", "weights")
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
         return None
     steps, single = doubled(A.dtype, device)
+    if launched:  # in which AᵀA has all digits of float32
+        steps = of_short(A.dtype)
+        dtype = torch.float32 if steps else A.dtype
+        if dtype != torch.float32 or not takes(A.shape, dtype, device):
+            return None
     signs = signs_of(posed)
     steps += signs
     if posed.flipped:
         steps.append(End(0, True, False))
+    if launched:
+        return Recipe(tuple(steps), LaunchedNullVectors(posed.bare(), names))
     common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
     bare, complexes = posed.bare().changed(single=single), common if A.is_complex() else None
     return Recipe(tuple(steps), StraightSingularVectors(bare, names, not signs, complexes))
