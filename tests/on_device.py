@@ -162,7 +162,7 @@ class OnDevice:
         if not _is_of_cpu(x):
             return x
         origin, version = getattr(x, "_on_device", (None, 0))
-        if origin is not None and x._version == version:
+        if origin is not None and not x.is_inference() and x._version == version:
             return origin
         if not self.doubles and x.dtype in _DOUBLES:
             pytest.skip("the device has no float64")
@@ -216,6 +216,8 @@ def changed(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(x)(*(changed(y, change) for y in x))
     if isinstance(x, list | tuple):
         return type(x)(changed(y, change) for y in x)
+    if isinstance(x, dict):  # what an operator remembers, for one
+        return {name: changed(y, change) for name, y in x.items()}
     if isinstance(x, pmaf.Problem):
         return x.changed(**_changed_fields(x, change))
     if isinstance(x, pmaf.Solution | pmaf.Certificate):
@@ -249,7 +251,7 @@ def _returned(x: Tensor) -> Tensor:
     The methods of results ask how a layer has made its tensors, of which a copy does not know.
     """
     found = x.cpu()
-    if found is not x and type(found) is Tensor:
+    if found is not x and type(found) is Tensor and not found.is_inference():
         found._on_device = x, found._version  # pyright: ignore
     return found
 
