@@ -732,7 +732,7 @@ LESS_RULES = [
     Bug(
         "a search by products leaves the digits of the gradient in AᵀA",
         "gradients/minimum.py",
-        "A, shift, y, v = (x.double() for x in (A, shift, y, v))",
+        "A, shift, y, v = (widened(x) for x in (A, shift, y, v))",
         "A, shift, y, v = (x.clone() for x in (A, shift, y, v))",
         "test_less_products.py::"
         "test_the_gradient_of_a_dense_matrix_has_digits_that_its_square_does_not",
@@ -1088,7 +1088,7 @@ PAIRS = [
     Bug(
         "a component of zero has the sign of the solver",
         "linalg/sphere.py",
-        "torch.where(known, chosen, rows @ both[:, 1])",
+        "torch.where(known, chosen, (rows * both[:, 1]).sum(-1))",
         "chosen",
         "test_references.py::test_a_fixed_direction_decides_where_the_reference_is_orthogonal",
     ),
@@ -1446,7 +1446,7 @@ LINALG = [
     Bug(
         "settled on the sphere in float32",
         "linalg/sphere.py",
-        "return project(u.double()).to(u.dtype)",
+        "return project(widened(u)).to(u.dtype)",
         "return project(u)",
         "test_less_solution.py::test_settled_on_the_sphere_up_to_half_a_rounding",
     ),
@@ -2195,8 +2195,8 @@ POOLED = [
     Bug(
         "pool: moments of tokens are not divided by their number",
         "layers/pool.py",
-        "return A @ A.mT / X.shape[-2] if",
-        "return A @ A.mT if",
+        "gram = _TIMES[precision.turn & 1](A, A.mT)\n        return gram / X.shape[-2] if",
+        "gram = _TIMES[precision.turn & 1](A, A.mT)\n        return gram if",
         f"{POOL}[4x7-tokens--None-dtype1-]",
     ),
     Bug(
@@ -2458,7 +2458,7 @@ COMPLEX_SINGULAR = [
     Bug(
         "singular: numbers of float32 in other units count as those of float64",
         "layers/singular_vectors.py",
-        "bare = bare.changed(single=problem.single or has_double)",
+        "bare = bare.changed(single=problem.single or computed.to_real() == torch.float64)",
         "bare = bare.changed(single=problem.single)",
         "test_batches.py::test_triplets test_batches.py::test_null_spaces",
     ),

@@ -25,8 +25,8 @@ from torch.compiler import is_compiling
 
 import pmaf
 from pmaf import solving
+from pmaf.linalg.roundings import has_double
 from pmaf.operators import Operator, Sparse, sparse
-from pmaf.runtime.modes import lacks_float64, take_float64_from
 
 _WRAPPED = ("less", "ied", "nullspace", "isvd", "spectral", "solve", "certify")
 _METHODS: tuple[tuple[type, str], ...] = (
@@ -109,10 +109,10 @@ class OnDevice:
             from tests import pretend  # makes the device known to torch
 
             if config.getoption("--no-doubles"):
-                take_float64_from(pretend.NAME)
+                pretend.take_doubles()
         self.device = torch.device(name)
         self.default = bool(config.getoption("--default-device"))
-        self.doubles = not lacks_float64(self.device)
+        self.doubles = has_double(self.device)
         self.skipped: Counter[str] = Counter()
         if config.getoption("--tf32"):
             torch.set_float32_matmul_precision("high")

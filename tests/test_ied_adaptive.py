@@ -170,7 +170,7 @@ def test_spikes_over_a_bulk_need_no_decomposition(k, seed, ways):
 def test_a_proof_is_of_the_symmetric_part(size, k):
     """The factorisation reads one triangle, which an antisymmetric part changes."""
     n = 300
-    x = fixed_rows(n, T, torch.device("cpu"))[0]
+    x = fixed_rows[n, T, torch.device("cpu")][0]
     g = torch.Generator().manual_seed(3)
     a, b = (torch.randn(n, generator=g, dtype=T) for _ in range(2))
     a, b = (v - x * (v @ x) / (x @ x) for v in (a, b))
@@ -196,7 +196,7 @@ def test_a_proof_is_of_the_symmetric_part(size, k):
 def test_a_start_without_the_answer_in_it(top):
     """The top eigenvector is exactly orthogonal to the start, and to every row's image."""
     n = 96
-    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    start = fixed_rows[n, T, torch.device("cpu")][1]
     start = torch.cat([start[:-1], start.new_zeros(1)])
     q = torch.linalg.qr(torch.cat([start.unsqueeze(1), torch.randn(n, n - 1, dtype=T)], 1)).Q
     hidden = torch.zeros(n, dtype=T)
@@ -214,7 +214,7 @@ def test_a_start_without_the_answer_in_it(top):
 )
 def test_a_krylov_space_that_converges_without_the_answer_in_it(hidden, k, ways):
     n = 90
-    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    start = fixed_rows[n, T, torch.device("cpu")][1]
     x = torch.randn(n, dtype=T)
     x = x - start * (x @ start) / (start @ start)
     q = torch.linalg.qr(torch.cat([x.unsqueeze(1), torch.randn(n, n - 1, dtype=T)], 1)).Q
@@ -257,7 +257,7 @@ def test_two_blocks_of_which_the_longest_row_is_in_the_wrong_one():
 @pytest.mark.parametrize("size", [1.0, 0.1])
 def test_an_antisymmetric_part_that_the_first_glance_misses(size):
     n = 300
-    x = fixed_rows(n, T, torch.device("cpu"))[0]
+    x = fixed_rows[n, T, torch.device("cpu")][0]
     g = torch.Generator().manual_seed(3)
     a, b = (torch.randn(n, generator=g, dtype=T) for _ in range(2))
     a, b = (v - x * (v @ x) / (x @ x) for v in (a, b))
@@ -409,7 +409,7 @@ def test_a_krylov_space_that_has_all_digits_without_the_answer_in_it(seed, ways)
     """Twelve eigenvalues show, and no more vectors are made: a residual of rounding is no proof."""
     n = 40
     g = torch.Generator().manual_seed(seed)
-    start = fixed_rows(n, T, torch.device("cpu"))[1]
+    start = fixed_rows[n, T, torch.device("cpu")][1]
     x = torch.randn(n, dtype=T, generator=g)
     x = x - start * (x @ start) / (start @ start)
     others = torch.randn(n, n - 1, dtype=T, generator=g)

@@ -246,7 +246,7 @@ def test_a_loop_in_inference_mode_does_not_spoil_training():
 def test_squares_that_underflow_prove_nothing():
     """The start sees 0.70; the squares of 0.71, spread over many entries, are below all numbers."""
     n = 120
-    start = fixed_rows(n, T, torch.device("cpu"))[0]
+    start = fixed_rows[n, T, torch.device("cpu")][0]
     span = torch.stack([torch.eye(n, dtype=T)[0], start])
     x = torch.cos(torch.arange(n, dtype=T))
     x = x - torch.linalg.lstsq(span.mT, x.unsqueeze(-1)).solution.mT[0] @ span

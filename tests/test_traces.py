@@ -355,3 +355,27 @@ def test_the_vmap_of_several_gradients_has_rules_for_steps():
         found = torch.autograd.grad(y, (A, b), rows, is_grads_batched=True, retain_graph=True)
         each = [torch.autograd.grad(y, (A, b), v, retain_graph=True) for v in rows]
         close(found, [torch.stack(parts) for parts in zip(*each)])
+
+
+def test_a_compiler_leaves_the_operators_out_of_cuda_graphs():
+    """`is_cudagraph_unsafe_fx_node` of torch._inductor.utils decides this.
+
+    It says so for an operator with the tag: "isinstance(target, torch._ops.OpOverload) and
+    torch._C.Tag.cudagraph_unsafe in target.tags". The scheduler then ends a partition of the graph
+    before such a node, and without partitions the whole graph is not captured.
+    """
+    from torch._inductor import utils
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    usual = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    assert not utils.is_cudagraph_unsafe_fx_node(usual)
+    operators = torch.ops.pmaf.solve.default, torch.ops.pmaf.pull.default
+    for operator in operators:
+        node = graph.call_function(operator, (x,))
+        assert utils.is_cudagraph_unsafe_fx_node(node)
+        module = torch.fx.GraphModule({}, graph)
+        assert utils.get_first_incompatible_cudagraph_node(module) is not None
+        graph.erase_node(node)
+    module = torch.fx.GraphModule({}, graph)
+    assert utils.get_first_incompatible_cudagraph_node(module) is None

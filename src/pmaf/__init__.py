@@ -23,6 +23,7 @@ from pmaf.layers.pool import PrincipalPool
 from pmaf.layers.singular_vectors import PrincipalSingularVectors
 from pmaf.layers.spectral_function import Spectral, SpectralFunction, spectral
 from pmaf.problem import Problem
+from pmaf.runtime.checks import checks
 from pmaf.solution import Certificate, Solution
 from pmaf.solving import certify, solve
 
@@ -54,6 +55,7 @@ __all__ = [
     "SpectralFunction",
     "SphereLeastSquares",
     "certify",
+    "checks",
     "explain",
     "gradients",
     "ied",

@@ -15,6 +15,7 @@ from pmaf.krylov.tasks import Dominant, Largest
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import eigenvalues, eigh
 from pmaf.linalg.products import dot, frobenius, long_norm, norm, one_if_zero, symmetric_part
+from pmaf.linalg.roundings import widened, working_dtype
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows, rows_of
 from pmaf.runtime import ranks
@@ -39,7 +40,7 @@ def certify_eigenvectors_by_products(
     y = ranks.whole(value.detach()).to(A.dtype)
     y = (y.unsqueeze(-1) if problem.k is None else y).mT.reshape(-1, problem.count, problem.n)
     exact = rows.of_symmetric_part if problem.symmetric else rows
-    start = fixed_rows(problem.n, A.dtype, A.device)[1:].flip(-1).expand(len(y), 1, -1)
+    start = fixed_rows[problem.n, A.dtype, A.device][1:].flip(-1).expand(len(y), 1, -1)
     # All three measures are relative; in these units nothing over- or underflows.
     unit = rows.unit(exact(start))[:, None, None]
 
@@ -109,7 +110,7 @@ def certify_minimum_by_products(problem: Any, value: Tensor) -> Certificate:
     length = long_norm(y)
     multiplier = (dot(y, force) / length.square()).squeeze(-1)
     along = long_norm(sphere.tangent(sphere.project(y), force)).squeeze(-1)
-    random = fixed_rows(n, y.dtype, y.device)[1:].flip(-1).expand_as(y)
+    random = fixed_rows[n, y.dtype, y.device][1:].flip(-1).expand_as(y)
     solver = Krylov(tolerance=torch.finfo(y.dtype).eps ** 0.75)
 
     def extreme(sign: float) -> Tensor:
@@ -139,8 +140,8 @@ def certify_minimum(problem: Any, value: Tensor) -> Certificate:
 
     All three measures are relative.
     """
-    wide = problem.with_tensors(*(x.double() for x in problem.tensors))
-    y = value.double()
+    wide = problem.with_tensors(*(widened(x) for x in problem.tensors))
+    y = widened(value)
     force = wide.force(y, *wide.tensors)
     length = norm(y)
     multiplier = dot(y, force) / length.square()
@@ -155,12 +156,12 @@ def certify_minimum(problem: Any, value: Tensor) -> Certificate:
 
 def certify_eigenvectors(problem: Any, value: Tensor) -> Certificate:
     """A certificate from all eigenvalues, in float64."""
-    A = problem.A.double()
+    A = widened(problem.A)
     # All three measures are relative; in these units nothing over- or underflows.
     unit = A.abs().amax((-2, -1), keepdim=True)
     A = A / torch.where(unit > 0, unit, torch.ones_like(unit))
     A = symmetric_part(A) if problem.symmetric else A
-    Y = (value.unsqueeze(-1) if problem.k is None else value).double()
+    Y = widened(value.unsqueeze(-1) if problem.k is None else value)
     size = torch.linalg.matrix_norm(A)
     size = torch.where(size == 0, torch.ones_like(size), size)
     image = A @ Y
@@ -206,7 +207,7 @@ def certify_function(
         beside: `(*,)`, the part of `(AF − FA)/‖A‖` that these matrices do not contain.
         size: `(*,)`, the norm of `A` where that is larger than its eigenvalues here.
     """
-    n, wide = A.shape[-1], torch.complex128 if A.is_complex() else torch.float64
+    n, wide = A.shape[-1], working_dtype(A.dtype, A.device)
     A, F = A.to(wide), F.to(wide)
     A = 0.5 * (A + A.mH)
     unit = frobenius(A)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pmaf import errors
+from pmaf.autograd.node import recorded_as_one
 from pmaf.autograd.traced import Whole, attach_traced, is_traced
 from pmaf.executors.base import Account
 from pmaf.executors.direct import Direct, Ended
@@ -29,8 +30,9 @@ from pmaf.reductions import outlines
 from pmaf.reductions.base import Found, Reduction, Report, Tensors, brought_back, posed_by
 from pmaf.reductions.precision import of_short
 from pmaf.reductions.units import Units
-from pmaf.runtime import ranks
-from pmaf.runtime.modes import forward_mode, plain, untraced
+from pmaf.runtime import precision, ranks
+from pmaf.runtime.checks import looks
+from pmaf.runtime.modes import forward_mode, full_precision, plain, untraced
 from pmaf.runtime.text import abbreviated
 from pmaf.runtime.threads import OneThread
 from pmaf.solution import Solution, require_products_suffice, require_rules
@@ -95,9 +97,18 @@ Way = Callable[[Any, Solver, Gradient, Tensor | None], Recipe]
 # From a problem to the steps that change its coordinates, and to the problem in these, without its
 # tensors, for which certificates are.
 Change = Callable[[Any], tuple[list[Reduction], Any]]
-# From a problem, a start and a device to the recipe of a call that has a short way there, or None:
-# by compiled kernels on the CPU, where the device is None, and by straight-line programs elsewhere.
-ShortWay = Callable[[Any, Tensor | None, torch.device | None], Recipe | None]
+
+
+class Place(NamedTuple):
+    """Where the tensors of a call are, if not on the CPU."""
+
+    device: torch.device
+    waits: bool  # whether the host may wait for the device
+
+
+# From a problem, a start and a place to the recipe of a call that has a short way there, or None:
+# by compiled kernels on the CPU, where the place is None, and by straight-line programs elsewhere.
+ShortWay = Callable[[Any, Tensor | None, Place | None], Recipe | None]
 
 
 class Ways(NamedTuple):
@@ -114,9 +125,7 @@ class Ways(NamedTuple):
 _WAYS: dict[type, Ways] = {}
 
 
-def register(
-    kind: type, solved: Way, coordinates: Change, short: ShortWay | None = None
-) -> None:
+def register(kind: type, solved: Way, coordinates: Change, short: ShortWay | None = None) -> None:
     """Say how the recipes for a class of problems, and for its subclasses, are found."""
     _WAYS[kind] = Ways(solved, coordinates, short)
 
@@ -210,8 +219,12 @@ def _end_by_recipe(
     problem: Any, solver: Solver, gradient: Gradient, init: Tensor | None, report: bool, throw: bool
 ) -> Ended:
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
-    with OneThread(problem.first):
-        return recipe.end({**problem.named, "init": init}, report, throw)
+    given = {**problem.named, "init": init}
+    first = next(iter(given.values()))
+    with full_precision(first.device), OneThread(first):
+        if precision.turn & 1 and isinstance(gradient, Unroll):
+            return _end_as_node(recipe, given, report, throw)
+        return recipe.end(given, report, throw)
 
 
 def _end_by_products(
@@ -232,7 +245,11 @@ def _end_by_products(
         given["reference"] = ranks.whole(reference)
         errors.require_finite(reference=(given["reference"], 1))  # on all ranks or none
     recipe = ways_of(type(problem)).solved(problem, solver, gradient, init)
-    ended = recipe.end(given, True, throw)
+    with full_precision(problem.device):
+        if recipe.steps and precision.turn & 1:
+            ended = _end_as_node(recipe, given, True, throw)
+        else:
+            ended = recipe.end(given, True, throw)
     if mesh is None:
         return ended
 
@@ -240,6 +257,31 @@ def _end_by_products(
         return (ranks.replicate(x, mesh) if isinstance(x, Tensor) else x for x in parts)
 
     return ended._replace(found=(*spread(ended.found),), report=Report(*spread(ended.report)))
+
+
+def _end_as_node(recipe: Recipe, given: Tensors, report: bool, throw: bool) -> Ended:
+    """The end of a recipe whose steps autograd records, so that they are differentiated exactly.
+
+    It is for calls in which torch may leave out digits of products: then `precision.turn` is odd.
+    """
+    parts = {name: x for name, x in given.items() if isinstance(x, (Tensor, Operator))}
+    flat = [x.tensors if isinstance(x, Operator) else (x,) for x in parts.values()]
+    ended: Any = None
+
+    def found(*tensors: Any) -> Found:
+        nonlocal ended
+        left = iter(tensors)
+        posed = {
+            name: x.with_tensors([next(left) for _ in x.tensors])
+            if isinstance(x, Operator)
+            else next(left)
+            for name, x in parts.items()
+        }
+        ended = recipe.end({**given, **posed}, report, throw)
+        return ended.found
+
+    outputs = recorded_as_one(found, [x for some in flat for x in some])
+    return ended._replace(found=tuple(outputs))
 
 
 def _require_batch(A: Any, batch: torch.Size) -> None:
@@ -334,7 +376,7 @@ def short_recipe(
         given: its tensors and the start by name; those that are optional may be None.
         options: what else the problem consists of, in the order of `kind.options`.
     """
-    forms, device = [], None
+    forms, place = [], None
     for x in given.values():
         if x is None:
             forms.append(None)
@@ -347,7 +389,7 @@ def short_recipe(
             if not plain(x) or x.layout is not _STRIDED:
                 return None
             if not x.is_cpu:
-                device = x.device
+                place = place or Place(x.device, looks(x))
             forms.append(_named(Form, (x.shape, x.dtype, diagonal)))
         elif type(x) in _RULES:
             forms.append(x)
@@ -355,16 +397,16 @@ def short_recipe(
             return None
     if forward_ad._current_level >= 0 and forward_mode(*given.values()):
         return None
-    if device is not None and not _are_on(device, given):
+    if place is not None and not _are_on(place.device, given):
         return None
     try:
-        recipe = _recipe(kind, solver, gradient, device, (*given,), *options, *forms)
+        recipe = _recipe(kind, solver, gradient, place, (*given,), *options, *forms)
     except TypeError:  # an argument that cannot be hashed, of which the common path complains
         return None
     if recipe is None:
         return None
     start = given["init"]
-    if start is not None and device is None and not math.isfinite(float(start.detach().sum())):
+    if start is not None and place is None and not math.isfinite(float(start.detach().sum())):
         return None  # the common path says what is wrong
     return recipe
 
@@ -397,7 +439,7 @@ def _recipe(
     kind: Any,
     solver: Any,
     gradient: Any,
-    device: torch.device | None,
+    place: Place | None,
     names: tuple[str, ...],
     *others: Any,
 ) -> Recipe | None:
@@ -418,7 +460,7 @@ def _recipe(
         if init is not None:
             problem.require_start(init)
         # A diagonal matrix that is the first of the inputs is solved by products.
-        return None if isinstance(problem.first, Operator) else short(problem, init, device)
+        return None if isinstance(problem.first, Operator) else short(problem, init, place)
     except (TypeError, ValueError):  # the common path raises it for the tensors themselves
         return None
 

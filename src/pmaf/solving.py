@@ -16,7 +16,7 @@ from pmaf.problem import Problem
 from pmaf.recipe import AUTO, IMPLICIT, run, run_finite, ways_of
 from pmaf.reductions.base import posed_by
 from pmaf.runtime.log import collected, in_words
-from pmaf.runtime.modes import require_eager
+from pmaf.runtime.modes import full_precision, require_eager
 from pmaf.solution import Certificate, Solution
 from pmaf.solvers import Solver
 
@@ -85,12 +85,13 @@ def certify(problem: Any, solution: Solution | Tensor) -> Certificate:
         )
     problem.require_value(value)
     given, steps, bare = problem.named, *ways_of(type(problem)).coordinates(problem)
-    stages = posed_by(tuple(steps), given)
-    columns = problem.columns(value)
-    for step, before, after in zip(steps, stages, stages[1:]):
-        columns = step.forth(columns, before, after)
-    tensors = {name: stages[-1][name] for name in bare.inputs}
-    return bare.changed(**tensors).certified(columns)
+    with full_precision(problem.device):
+        stages = posed_by(tuple(steps), given)
+        columns = problem.columns(value)
+        for step, before, after in zip(steps, stages, stages[1:]):
+            columns = step.forth(columns, before, after)
+        tensors = {name: stages[-1][name] for name in bare.inputs}
+        return bare.changed(**tensors).certified(columns)
 
 
 def _require_entries(problem: Any) -> None:

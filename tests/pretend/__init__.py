@@ -28,7 +28,7 @@ Pretend((), torch.bool)
 """
 
 from tests.pretend.counts import CaptureError, Counts, Event, counted, launched
-from tests.pretend.device import DEVICE, NAME, Pretend, on_host, options, put
+from tests.pretend.device import DEVICE, NAME, Pretend, on_host, options, put, take_doubles
 
 __all__ = [
     "DEVICE",
@@ -42,4 +42,5 @@ __all__ = [
     "on_host",
     "options",
     "put",
+    "take_doubles",
 ]

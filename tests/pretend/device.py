@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 from torch.utils._mode_utils import no_dispatch
 
-from pmaf.runtime.modes import lacks_float64, take_as_numbers, take_float64_from
+from pmaf.linalg.roundings import WITHOUT_DOUBLE, has_double
+from pmaf.runtime.modes import take_as_numbers
 from tests.pretend import costs, tf32
 from tests.pretend.counts import active, add, capturing
 from tests.pretend.rules import copies_to_meet
@@ -123,13 +124,21 @@ def options(*, doubles: bool = True, capture: bool = False) -> Iterator[None]:
         doubles: whether it has float64 and complex128; MPS has none, and raises a TypeError.
         capture: whether a CUDA graph is captured, in which the host must not wait.
     """
-    before = lacks_float64(DEVICE)
-    take_float64_from(NAME, not doubles)
+    before = has_double(DEVICE)
+    take_doubles(not doubles)
     try:
         with capturing(capture):
             yield
     finally:
-        take_float64_from(NAME, before)
+        take_doubles(not before)
+
+
+def take_doubles(away: bool = True) -> None:
+    """Let the device be without float64, or give it back."""
+    if away:
+        WITHOUT_DOUBLE.add(NAME)
+    else:
+        WITHOUT_DOUBLE.discard(NAME)
 
 
 # How calls run.
@@ -221,7 +230,7 @@ def _inside(x: Any, tensors: list[Tensor]) -> Any:
 
 
 def _wrapped(x: Tensor) -> Pretend:
-    if x.dtype in _DOUBLES and lacks_float64(DEVICE):
+    if x.dtype in _DOUBLES and not has_double(DEVICE):
         raise TypeError(
             f"Cannot convert a MPS Tensor to {x.dtype} dtype as the MPS framework doesn't support "
             "float64. Please use float32 instead."

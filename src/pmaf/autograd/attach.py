@@ -80,7 +80,8 @@ class Search(Step):
 
     def run(self, tensors: Operands) -> tuple[Tensor, ...]:
         posed, solver = self._posed(tensors), self.solver
-        outcome = find_in_range(posed, tensors[2], solver, self.report, self.throw)
+        with full_precision(posed.device):
+            outcome = find_in_range(posed, tensors[2], solver, self.report, self.throw)
         return _owned(outcome, solver.keeps(posed))
 
     def outline(self, tensors: Operands) -> tuple[Tensor, ...]:

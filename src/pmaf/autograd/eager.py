@@ -28,11 +28,11 @@ from pmaf.tangent.kept import Kept
 
 
 def find(problem: Any, init: Tensor | None, solver: Solver, report: bool, throw: bool) -> Outcome:
-    """Run the solver, and warn of entries that did not converge."""
+    """Run the solver, in full precision, and warn of entries that did not converge."""
     first = problem.first
     if init is not None:
         errors.require_finite(init=(init, problem.start_dims))
-    with full_precision(first.device), OneThread(first):
+    with OneThread(first):
         outcome = problem.solved_by(solver, init, report)
     if problem.may_fail(solver):
         announce(outcome, solver, throw, problem.advice(solver))

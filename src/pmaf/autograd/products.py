@@ -25,7 +25,7 @@ def attach_products(
     # A product of a DTensor and a plain tensor is an error, so all are DTensors, or none is.
     tensors = [ranks.replicate(x, mesh) for x in tensors]
     fixed = problem.with_flat([x.detach() for x in tensors])
-    with torch.no_grad(), full_precision(problem.device):
+    with torch.no_grad():
         outcome, seen = fixed.solved_by_products(solver, init)
     announce(outcome, solver, throw)
     pull = _ByProducts(fixed, seen, solver)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pmaf.autograd.node import Saved, Solved, attach_solved
+from pmaf.autograd.node import Saved, Solved, attach_solved, exactly
 from pmaf.errors import ConvergenceWarning
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
 from pmaf.runtime.caller import warn
@@ -35,7 +35,7 @@ def span_product(values: Tensor, vectors: Tensor) -> Tensor:
         if V.shape[-1] > 1 and plain(V) and V.requires_grad and torch.is_grad_enabled():
             fixed = V.detach()
             return attach_solved(_SPAN, (fixed @ fixed.mH,), (values.detach(),), V)[0]
-        return V @ V.mH
+        return exactly(lambda V: V @ V.mH, V)
 
 
 def _by_graph(V: Tensor) -> Tensor:

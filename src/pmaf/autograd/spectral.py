@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.autograd.node import Saved, attach_solved
+from pmaf.autograd.node import Saved, attach_solved, exactly
 from pmaf.gradients.eigenvectors import symmetric_product
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import symmetric_part
@@ -47,7 +47,8 @@ def _derivative(
 ) -> Tensor:
     """The derivative of `V f(Λ) Vᵀ` in symmetric directions `(*, m, n, n)`; the value for None."""
     if directions is None:
-        total = function.value(values, vectors)
+        learned = function.learned
+        total = _learned(function, values, vectors) if learned else function.value(values, vectors)
     elif directions.shape[-3] == 1:
         total = function.first(values, vectors, directions.squeeze(-3))
     else:
@@ -64,6 +65,13 @@ def _derivative(
         return symmetric_part(total)
     apply: Any = _follow_plainly if simple else _Follow.apply
     return apply(total, slopes, A, values, vectors, directions, function)
+
+
+def _learned(function: MatrixFunction, values: Tensor, vectors: Tensor) -> Tensor:
+    """`V f(Λ) Vᵀ`, differentiable in the parameters of the function."""
+    V = function.of_group(vectors)
+    images = function.scalar.derivative(function.arguments(values), 0)
+    return exactly(lambda images: (V * images.unsqueeze(-2)) @ V.mH, images)
 
 
 class Group(NamedTuple):
@@ -135,11 +143,14 @@ def outside(vectors: Tensor) -> Tensor:
     eigenvalues that nearly repeat.
     """
     fixed = vectors.detach()
-    change = vectors - fixed
-    with full_precision(fixed.device):
+
+    def moved(vectors: Tensor) -> Tensor:
+        change = vectors - fixed
         for _ in range(2):  # the second time removes rounding of the first
             change = change - fixed @ (fixed.mH @ change)
-    return fixed + change
+        return fixed + change
+
+    return exactly(moved, vectors)
 
 
 class _Follow(torch.autograd.Function):

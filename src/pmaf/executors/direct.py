@@ -12,7 +12,6 @@ from pmaf.gradients import Gradient, Implicit, Unroll
 from pmaf.reductions.base import Found, Report, Tensors
 from pmaf.runtime.modes import (
     forward_mode,
-    full_precision,
     require_eager,
     require_traceable_derivatives,
 )
@@ -90,8 +89,7 @@ class Direct(Executor):
 def _recorded(problem: Any, init: Any, solver: Solver, report: bool, throw: bool) -> Outcome:
     """The outcome of a solver whose iterations autograd records."""
     require_eager("gradient=Unroll()", "gradient=Implicit()", problem.matrix)
-    with full_precision(problem.device):
-        found = problem.solved_by(solver, init, report)
+    found = problem.solved_by(solver, init, report)
     value, multiplier, *others = found.tensors
     found = Outcome.of((value, multiplier, *(x.detach() for x in others)))
     announce(found, solver, throw)

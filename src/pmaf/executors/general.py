@@ -17,6 +17,7 @@ from pmaf.linalg.products import norm, one_if_zero
 from pmaf.linalg.roundings import merge_tolerance
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.log import took
+from pmaf.runtime.modes import full_precision
 from pmaf.solution import announce
 from pmaf.solvers.auto import DENSE, GENERAL
 from pmaf.solvers.base import Outcome
@@ -52,10 +53,11 @@ class DominantEigenvector(Executor):
         y = basis.gather(-1, first.unsqueeze(-2).expand(*basis.shape[:-1], 1)).squeeze(-1)
         # The eigenvector of a real eigenvalue is real, up to the phase that LAPACK gives it.
         row = (y * y.gather(-1, y.abs().argmax(-1, keepdim=True)).conj()).real
-        row = row / norm(row).unsqueeze(-1)
-        row = row * sphere.signs(row.unsqueeze(-2))
-        if not bool(simple.all()):
-            self._announce(A.detach(), values.real, row, simple.squeeze(-1))
+        row = row / torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        with full_precision(A.device):
+            row = row * sphere.signs(row.unsqueeze(-2))
+            if not bool(simple.all()):
+                self._announce(A.detach(), values.real, row, simple.squeeze(-1))
         value = values.real.clone()
         found = (row.unsqueeze(-1), value) if self.columns else (row, value.squeeze(-1))
         return attach_solved(self, found, (), A) if records(A) else found

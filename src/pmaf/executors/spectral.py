@@ -25,6 +25,8 @@ from pmaf.tangent.kept import Decomposition
 class WholeSpectrum(Executor):
     """A named function of the eigenvalues, all of which are found with their vectors.
 
+    It multiplies by operations of torch, so that `solve` is to run inside of `full_precision`.
+
     Args:
         function: of the eigenvalues, without parameters.
         kernels: whether compiled kernels find the eigenpairs, and not a decomposition.
@@ -67,7 +69,8 @@ class WholeSpectrum(Executor):
             return None  # the common path says what is wrong
         took(self.way)
         V = function.of_group(vectors)
-        F = symmetric_part((V * images.unsqueeze(-2)) @ V.mH)
+        F = (V * images.unsqueeze(-2)) @ V.mH
+        F = 0.5 * (F + F.mH)
         return attach_solved(self, (F,), (values, vectors), A) if records(A) else (F,)
 
     def _pairs(self, A: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -72,8 +72,8 @@ class StraightEigenvectors(Executor):
         names = ("A", "M") if pair else ("A",)
         super().__init__(problem, names, "pairs: straight" if pair else "ied: straight")
         self.columns, self.signed = problem.k is not None, signed
-        self.program = eigenvectors.of_pair if pair else eigenvectors.of_matrix
-        self.reverse = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
+        self.program: Any = eigenvectors.of_pair if pair else eigenvectors.of_matrix
+        self.reverse: Any = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
 
     def account(self, tensors: Tensors) -> Account:
         return Account("Dense(): batched decomposition", BATCHED.reason, Whole.words, _DERIVATIVE)
@@ -173,7 +173,8 @@ class StraightSingularVectors(Executor):
         self, problem: Any, names: tuple[str, ...], signed: bool, common: Common | None
     ) -> None:
         super().__init__(problem, names, "singular: straight")
-        self.columns, self.signed, self.common = problem.k is not None, signed, common
+        self.columns, self.common = problem.k is not None, common
+        self.form = singular.Form(problem.k or 1, problem.largest, problem.single, signed)
 
     def account(self, tensors: Tensors) -> Account:
         return Account(_BY_GRAM, BATCHED_GRAM.reason, Whole.words, _DERIVATIVE)
@@ -192,16 +193,13 @@ class StraightSingularVectors(Executor):
 
     def _found(self, tensors: Any) -> singular.Right | None:
         A, weights = (*tensors, None)[:2]
-        k, problem = self.problem.k or 1, self.problem
-        form = k, problem.largest, problem.single, self.signed
-        return _run(singular.right_vectors, A, weights, *form)
+        return _run(singular.right_vectors, A, weights, self.form)
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         v, d_values = grads
-        first = v is not None and d_values is None and may_compile(v, None)
-        if first:
+        if v is not None and d_values is None and may_compile(v, None):
             return self._pulled(saved, v, needs)
         if self.common is not None:
             common, names = self.common, self.names
@@ -210,10 +208,8 @@ class StraightSingularVectors(Executor):
 
     compiles = False  # `differentiate` is not asked
 
-    def _pulled(
-        self, saved: Saved, v: Tensor, needs: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
-        tensors, (y, values), held, same = saved
+    def _pulled(self, saved: Saved, v: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        tensors, (y, _), held, same = saved
         if not same:
             found = self._found(tensors)
             assert found is not None
@@ -221,10 +217,11 @@ class StraightSingularVectors(Executor):
         if self.columns:
             y, v = y.mT, v.mT
         else:
-            y, v, values = y.unsqueeze(-2), v.unsqueeze(-2), values.unsqueeze(-1)
-        if v.is_complex() and self.signed:
+            y, v = y.unsqueeze(-2), v.unsqueeze(-2)
+        if v.is_complex() and self.form.signed:
             v = eigenvectors.turned(v, y)
-        return singular.pull_right(tensors, y, values, *held, v, self.problem.single, needs)
+        rows, values = held
+        return singular.pull_right(tensors, y, rows, values, v, self.form, needs)
 
 
 class StraightTriplets(Triplets):
@@ -240,20 +237,19 @@ class StraightTriplets(Triplets):
         self, problem: Any, columns: bool, signed: bool, by_left: bool, common: Common | None
     ) -> None:
         Executor.__init__(self, problem, ("A",), "singular: straight")
-        self.columns, self.signed, self.by_left, self.common = columns, signed, by_left, common
-        self.whole, self.paired = True, False
+        self.columns, self.common, self.whole, self.paired = columns, common, True, False
+        self.form = singular.Form(problem.width, problem.largest, problem.single, signed, by_left)
 
     def account(self, tensors: Tensors) -> Account:
         return Account(_BY_GRAM, BATCHED_GRAM.reason, Whole.words, _DERIVATIVE)
 
     def solve(self, tensors: Tensors) -> Found | None:
-        A, problem = tensors["A"], self.problem
-        form = problem.width, problem.largest, problem.single, self.signed, self.by_left
-        found = _run(singular.triplets, A.detach(), *form)
+        A = tensors["A"]
+        found = _run(singular.triplets, A.detach(), self.form)
         if found is None:
             return None
         values = found.values
-        parts: Found = found.rows, values, found.left
+        parts: Any = found.rows, values, found.left
         if self.columns:
             parts = parts[0].mT, parts[1], parts[2].mT
         else:
@@ -273,8 +269,7 @@ class StraightTriplets(Triplets):
         if held is None:
             return None
         rows, values = held
-        single = self.problem.single
-        return singular.pull_triplets(A, found, (rows, values), incoming, single, self.by_left)
+        return singular.pull_triplets(A, found, (rows, values), incoming, self.form)
 
 
 _BY_GRAM = "SVD(): batched decomposition of AᵀA"

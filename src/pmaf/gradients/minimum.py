@@ -23,8 +23,8 @@ from pmaf.gradients.implicit import Implicit
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.gram import promoted, singular_spectrum
 from pmaf.linalg.products import dot, matvec, outer_sum, symmetric_part
-from pmaf.linalg.roundings import merge_tolerance, merged, noise_tolerance
-from pmaf.runtime.modes import lacks_float64, require_eager
+from pmaf.linalg.roundings import merge_tolerance, merged, noise_tolerance, widened
+from pmaf.runtime.modes import require_eager
 from pmaf.tangent.basis import solve_in_basis
 from pmaf.tangent.bordered import BorderedSystem, State, Tensors, tangent_solve
 from pmaf.tangent.factor import factored_solve, gap_above, gram_product
@@ -93,8 +93,7 @@ class GramSystem(_MinimumSystem):
     def solve_anew(self, v: Tensor, y: Tensor, tensors: Tensors, state: State) -> Tensor:
         """By singular values of `A` in float64; in `AᵀA` the small ones are rounding."""
         dtype, A, shift = v.dtype, tensors[0], state.shift
-        if not lacks_float64(v.device):
-            A, shift, y, v = (x.double() for x in (A, shift, y, v))
+        A, shift, y, v = (widened(x) for x in (A, shift, y, v))
         spectrum, _, _ = singular_spectrum(A)
         multiplier = shift.squeeze(-1)
         # The gap has the errors of the multiplier and of the squared singular values.

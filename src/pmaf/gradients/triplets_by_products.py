@@ -57,7 +57,7 @@ def triplet_gradients(
     if not seen.agreed((found.scale > low) & (found.scale < high)):
         # In other units no square over- or underflows.
         n = v.shape[-1]
-        seen.change_units(fixed_rows(n, v.dtype, v.device)[:1].expand(len(v), 1, n))
+        seen.change_units(fixed_rows[n, v.dtype, v.device][:1].expand(len(v), 1, n))
         d_values = seen.back(d_values)
         values, scale = (_divided(x, seen) for x in (found.values, found.scale))
         found = found._replace(values=values, scale=scale)

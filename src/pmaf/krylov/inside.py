@@ -24,9 +24,9 @@ from pmaf.linalg.products import (
     solve_factored,
     symmetric_part,
 )
+from pmaf.linalg.roundings import working_dtype
 from pmaf.linalg.secular import secular_root
 from pmaf.linalg.symmetric_part import fixed_rows
-from pmaf.runtime.modes import lacks_float64
 
 
 def guess_inside(
@@ -43,7 +43,7 @@ def guess_inside(
     """
     B, n = start.shape
     rows, images = start.new_empty(2, B, 2 * limit, n)
-    first, second = fixed_rows(n, start.dtype, start.device)
+    first, second = fixed_rows[n, start.dtype, start.device]
     given = (norm(start) > 0).unsqueeze(-1)
     following = torch.stack([torch.where(given, start, first), second.expand(B, n)], 1)
     for k in range(1, limit + 1):
@@ -82,7 +82,7 @@ def _solve_inside(
 
     Returns `u`, the multiplier minus the factored shift, and an estimate of the error of `u`.
     """
-    dtype = V.dtype if lacks_float64(V.device) else torch.float64
+    dtype = working_dtype(V.dtype, V.device)
     values, vectors = eigh(symmetric_part((V @ W.mT).to(dtype)))
     # Those of H ascend where those of H⁻¹ descend.
     values = values.clamp_min(torch.finfo(V.dtype).eps * values[:, -1:]).flip(-1)

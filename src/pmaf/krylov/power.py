@@ -116,7 +116,7 @@ def dominant_of_sum(A: Tensor, tolerance: float) -> Dominant | None:
     def product(x: Tensor) -> Tensor:
         return torch.bmm(x, matrix)
 
-    y = fixed_rows(n, A.dtype, A.device)[:1].expand(len(A), 1, n)
+    y = fixed_rows[n, A.dtype, A.device][:1].expand(len(A), 1, n)
     for _ in range(_FIRST):
         y = torch.bmm(y, matrix)
     # A pseudorandom unit vector has a component of about n^-½ along the eigenvector.

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import norm, one_if_zero, solve_factored, symmetric_part
-from pmaf.linalg.roundings import merge_tolerance
+from pmaf.linalg.roundings import merge_tolerance, working_dtype
 from pmaf.linalg.symmetric_part import SymmetricPart, fixed_rows
-from pmaf.runtime.modes import lacks_float64
 
 
 class Ritz(NamedTuple):
@@ -39,7 +38,7 @@ def ritz(part: SymmetricPart, k: int, tolerance: float, limit: int) -> Ritz | No
     """
     A = part.matrix
     B, n = A.shape[:2]
-    start = fixed_rows(n, A.dtype, A.device)[1]
+    start = fixed_rows[n, A.dtype, A.device][1]
     Q = A.new_zeros(B, limit + 1, n)
     T = A.new_zeros(B, limit, limit)
     Q[:, 0] = start / norm(start)
@@ -107,7 +106,7 @@ def _best_within(part: SymmetricPart, rows: Tensor) -> Tensor:
     rounding in float32 would limit the accuracy of the refinement.
     """
     dtype = rows.dtype
-    wide = dtype if lacks_float64(rows.device) else torch.float64
+    wide = working_dtype(dtype, rows.device)
     basis = torch.linalg.qr(rows.mT.to(wide)).Q.mT
     small = torch.bmm(basis, part.exact(basis.to(dtype)).to(wide).mT)
     turn = eigh(symmetric_part(small)).vectors

@@ -67,7 +67,7 @@ def search(
     tolerance: Tensor | float,
     limit: int,
     symmetric: bool,
-    agreed: Callable[[Tensor], bool],
+    answers: Callable[[Tensor], list[bool]],
     metric: Metric | None = None,
     floor: Callable[[Tensor], Tensor] | None = None,
 ) -> Found:
@@ -79,7 +79,7 @@ def search(
         size: of the space; a full space restarts from its best vectors.
         tolerance: on the residual, one number or `(B,)`.
         limit: on the products.
-        agreed: whether a mask `(B,)` is true for all entries, as seen by all ranks.
+        answers: whether each mask of some, `(q, B)`, is true for all entries, as all ranks see it.
         metric: `M`, for `M⁻¹` times a symmetric product, and rows that are orthonormal in it.
         floor: residuals `(B,)` that are rounding errors, for rows near a solution, if they may be
             larger than the tolerance.
@@ -88,7 +88,8 @@ def search(
     if metric is not None:
         space = MetricSpace(product, start, size, metric)
     ahead = rest = space.grow(start)
-    look = max(_FIRST, 2 * task.width) if start.shape[1] == task.width else space.width
+    first = _FIRST if start.is_cpu else _FIRST_ON_DEVICE
+    look = max(first, 2 * task.width) if start.shape[1] == task.width else space.width
     history: list[Tensor] = []
     allowed = least = torch.zeros_like(start[:, 0, 0]) + tolerance
     restarts, refreshed, system = 0, 0, task.system(product)
@@ -118,7 +119,10 @@ def search(
                 # In the whole space no eigenvalue is missing, and the residual is rounding error.
                 behind, done = torch.ones_like(done), residual <= _CLOSE * allowed
             done = done & behind
-            if spent or agreed(done | hopeless):
+            over, still = (True, True)
+            if not spent:
+                over, still = answers(torch.stack([done | hopeless, done | stuck]))
+            if over:
                 return Found(
                     inside.values[:, :wanted],
                     rows[:, :wanted],
@@ -129,8 +133,10 @@ def search(
                     inside.scale,
                     inside.curvature,
                 )
-            look = space.width + max(1, min(space.width // 4, _LONGEST))
-            if refreshed < 2 and agreed(done | stuck):
+            look = 2 * space.width
+            if start.is_cpu:
+                look = space.width + max(1, min(space.width // 4, _LONGEST))
+            if refreshed < 2 and still:
                 # The residual may be rounding error of old images: compute them again.
                 if floor is not None:
                     allowed = allowed.maximum(floor(rows[:, :wanted]))
@@ -154,7 +160,7 @@ def search(
                         force[:, : ours.shape[1]],
                         scale=inside.scale,
                         limit=_CORRECT_TO,
-                        agreed=agreed,
+                        agreed=lambda mask: answers(mask.unsqueeze(0))[0],
                         tolerance=_CORRECT_BY,
                         metric=metric,
                     )
@@ -202,6 +208,9 @@ def _stuck(history: list[Tensor], tolerance: Tensor) -> Tensor:
 
 # Vectors before the first check, and the most between two checks.
 _FIRST, _LONGEST = 6, 16
+# The same on a device, which a check makes the host wait for, twice; from then on the space doubles
+# between two checks.
+_FIRST_ON_DEVICE = 12
 # A bound on the probability that a guard has missed a larger eigenvalue; see `_behind`.
 _CHANCE = 1e-3
 # Restarts after which all images are computed again.

@@ -144,7 +144,7 @@ class Space:
         """Pseudorandom rows in place of those of a mask `(B, p)`."""
         n, p = block.shape[-1], block.shape[1]
         # Pieces of one long pseudorandom row, of which there are many at no cost.
-        row = fixed_rows(n + _SPARES, block.dtype, block.device)[0]
+        row = fixed_rows[n + _SPARES, block.dtype, block.device][0]
         at = (self.width + 97 * attempt) % (_SPARES - p + 1)
         return torch.where(gone.unsqueeze(-1), row[at : at + n + p - 1].unfold(0, n, 1), block)
 

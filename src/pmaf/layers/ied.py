@@ -22,11 +22,13 @@ from pmaf.layers.eigenvectors import (
     PrincipalEigenvectors,
     requested_first,
 )
+from pmaf.layers.host import on_host
 from pmaf.layers.pairs import Pair
+from pmaf.linalg.roundings import working_dtype
 from pmaf.operators.base import Operator, as_operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.matrix import Matrix
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
+from pmaf.recipe import AUTO, IMPLICIT, Place, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign, Smallest
 from pmaf.reductions.field import EmbeddedVectors
@@ -133,11 +135,12 @@ def way_of_eigenvectors(
 
 
 def short_way_of_eigenvectors(
-    posed: PrincipalEigenvectors, init: Tensor | None, device: torch.device | None
+    posed: PrincipalEigenvectors, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
     """The recipe for eigenvectors by compiled kernels, or by a straight-line program."""
-    if device is not None:
-        return _straight_way(posed)
+    if place is not None:
+        found = on_host(short_way_of_eigenvectors, posed, init, place)
+        return found or _straight_way(posed)
     A, M, k = posed.matrix, posed.M, posed.k
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
@@ -266,7 +269,8 @@ def ied(
     problem = PrincipalEigenvectors(A, k, largest, symmetric, descending, reference, skip, M)
     if generator is not None and init is None:
         shape = (problem.n, problem.count)
-        init = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+        dtype = working_dtype(torch.float64, generator.device)
+        init = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
         init = init.to(problem.A.device, problem.A.dtype)
         init = init[..., 0] if k is None else init
     solution = run(problem, solver or AUTO, gradient or IMPLICIT, init=init, report=False)

@@ -18,7 +18,7 @@ from pmaf.gradients.constrained import compiled_gradients, scaled, times
 from pmaf.gradients.implicit import Implicit
 from pmaf.gradients.minimum import LeastSquaresConditions
 from pmaf.linalg.products import broadcast, dot, matvec, norm, rmatvec
-from pmaf.linalg.roundings import times_power
+from pmaf.linalg.roundings import times_power, widened
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator, multiply
 from pmaf.problem import Problem
@@ -156,13 +156,13 @@ class SphereLeastSquares(Problem):
         if isinstance(self.A, Operator):
             unit = self.changed(b=self.b / column(self.radius), radius=1.0)
             return certify_minimum_by_products(unit, value / column(self.radius))
-        A, b = (x.detach().double() for x in (self.matrix, self.b))
+        A, b = (widened(x.detach()) for x in (self.matrix, self.b))
         # In these units nothing over- or underflows.
         size = torch.maximum(A.abs().amax((-2, -1)), b.abs().amax(-1) / self.radius)
         unit = torch.where(size > 0, size, torch.ones_like(size))
         A, b = A / unit[..., None, None], b / (unit * self.radius).unsqueeze(-1)
         unit = self.changed(A=A, b=b, radius=1.0)
-        return certify_minimum(unit, value.double() / column(self.radius))
+        return certify_minimum(unit, widened(value) / column(self.radius))
 
     def curvature_range(self) -> tuple[Tensor, Tensor, Tensor]:
         top = torch.linalg.matrix_norm(self.matrix, 2).square()

@@ -14,19 +14,26 @@ from pmaf.executors.least_squares import CompiledLeastSquares, DecomposedLeastSq
 from pmaf.executors.straight import StraightLeastSquares
 from pmaf.gradients import Gradient, Implicit
 from pmaf.layers.constrained import ConstrainedLeastSquares, Stacked
+from pmaf.layers.host import on_host
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares
+from pmaf.linalg.roundings import working_dtype
 from pmaf.operators import Diagonal
 from pmaf.operators.base import Operator
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
+from pmaf.recipe import AUTO, IMPLICIT, Place, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Reduction
 from pmaf.reductions.field import EmbeddedLeastSquares
 from pmaf.reductions.metric import VectorMetric
 from pmaf.reductions.precision import of_short
-from pmaf.linalg.roundings import working_dtype
 from pmaf.reductions.sphere import Ellipsoid, Radius, RadiusAndUnits
 from pmaf.solvers import Auto, Secular, Solver
-from pmaf.solvers.auto import BATCHED_SVD, SECULAR, are_decomposed, are_reduced_columns
+from pmaf.solvers.auto import (
+    HOST_MINIMUM_ENTRIES,
+    SECULAR,
+    are_decomposed,
+    are_reduced_columns,
+)
 from pmaf.straight.least_squares import Kind, Method
+from pmaf.straight.singular import BATCHED_SVD
 
 # The problem of solvers, on the unit sphere, without its tensors.
 
@@ -79,11 +86,12 @@ def way_of_least_squares(
 
 
 def short_way_of_least_squares(
-    posed: SphereLeastSquares, init: Tensor | None, device: torch.device | None
+    posed: SphereLeastSquares, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
     """The recipe for least squares by compiled kernels, or by a straight-line program."""
-    if device is not None:
-        return _straight_way(posed, init, device)
+    if place is not None:
+        found = on_host(short_way_of_least_squares, posed, init, place, HOST_MINIMUM_ENTRIES)
+        return found or _straight_way(posed, init, place.device)
     A, radius, M = posed.matrix, posed.radius, posed.M
     if not native.available or A.numel() == 0 or A.shape[:-1] != posed.b.shape:
         return None

@@ -46,7 +46,7 @@ from pmaf.linalg.decompositions import cholesky
 from pmaf.linalg.embedding import complex_rows, independent, means, paired_rows, real_rows
 from pmaf.linalg.pencil import Pencil, Root, normalised, rayleigh_ritz, turned_inside
 from pmaf.linalg.products import norm, symmetric_part
-from pmaf.linalg.roundings import LOOSE, REFINED, ROUNDED, noise_tolerance
+from pmaf.linalg.roundings import LOOSE, REFINED, ROUNDED, noise_tolerance, widened
 from pmaf.operators.base import Operator
 from pmaf.operators.diagonal import Diagonal
 from pmaf.operators.inner import inner_product
@@ -368,9 +368,9 @@ class Pair(PrincipalEigenvectors):
         `feasibility` is the largest entry of `YᵀMY − I`.
         """
         if not isinstance(self.A, Operator):
-            A, M = (x.detach().double() for x in self.tensors)
+            A, M = (widened(x.detach()) for x in self.tensors)
             change = Change(Diagonal(M.squeeze(-2)) if _is_diagonal(M) else M)
-            x = change.forth(value.detach().double())
+            x = change.forth(widened(value.detach()))
             return self.alone(change.reduced(A)).certified(x)
         fixed = self.with_flat([x.detach() for x in self.flat])
         _, metric = fixed._inner_product(Krylov())

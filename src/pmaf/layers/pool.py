@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pmaf import errors
+from pmaf.autograd.node import exactly
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
 from pmaf.layers.ied import ied
 from pmaf.linalg import sphere
@@ -16,6 +18,7 @@ from pmaf.linalg.roundings import HALF, noise_tolerance, power_of_two, rank_tole
 from pmaf.linalg.singular import rooted, weighted_gram
 from pmaf.operators import Gram
 from pmaf.reductions.end import reference_rows
+from pmaf.runtime import precision
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import (
     forward_mode,
@@ -29,6 +32,10 @@ from pmaf.runtime.modes import (
 # The largest matrix of second moments, channels×channels or tokens×tokens, that is formed: above,
 # products with the features are faster. `pmaf bench pool`.
 _FORMED = 256
+
+# `precision.turn` is odd inside of `full_precision` if that has had to change a setting. Only then
+# a product has to be a node of the graph by itself, so that its derivatives keep all digits.
+_TIMES = (torch.matmul, functools.partial(exactly, torch.matmul))
 
 _PATHS = ("channels", "tokens", "products")
 _SCALES = ("unit", "root")
@@ -150,7 +157,10 @@ class PrincipalPool(nn.Module):
             init = None if init is None else init.float()
         with full_precision(X.device):
             shares = None if weights is None else _shares(weights.to(X.dtype))
-            mean = X.mean(-2) if shares is None else rmatvec(X, shares)
+            if shares is None:
+                mean = X.mean(-2)
+            else:
+                mean = exactly(rmatvec, X, shares) if precision.turn & 1 else rmatvec(X, shares)
             moments = _Moments(X - mean.unsqueeze(-2) if self.centre else X, shares, self.k or 1)
             extents, rows = moments.principal(path, init, mean if self.centre else None)
             if posed is None or by_mean:
@@ -246,12 +256,14 @@ class _Moments:
         values, columns = ied(matrix, self.k)
         rows = columns.mT
         if of_tokens:
-            rows = rows @ rooted(self._in_units(unit), self.shares)
+            times = _TIMES[precision.turn & 1]
+            rows = times(rows, rooted(self._in_units(unit), self.shares))
             rows = rows / one_if_zero(norm(rows)).unsqueeze(-1)
         return values, rows, unit
 
     def _of_channels(self, X: Tensor) -> Tensor:
-        gram = weighted_gram(X, self.shares)
+        given = X, self.shares
+        gram = exactly(weighted_gram, *given) if precision.turn & 1 else weighted_gram(*given)
         return gram / X.shape[-2] if self.shares is None else gram
 
     def _of_tokens(self, X: Tensor) -> Tensor:
@@ -261,7 +273,8 @@ class _Moments:
                 'gradients of weights use path="channels", "products" or None'
             )
         A = rooted(X, self.shares)
-        return A @ A.mT / X.shape[-2] if self.shares is None else A @ A.mT
+        gram = _TIMES[precision.turn & 1](A, A.mT)
+        return gram / X.shape[-2] if self.shares is None else gram
 
     def _by_products(self, X: Tensor, init: Tensor | None) -> tuple[Tensor, Tensor]:
         if transformed():

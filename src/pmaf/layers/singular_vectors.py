@@ -21,24 +21,30 @@ from pmaf.gradients.base import Reverse
 from pmaf.gradients.constrained import times
 from pmaf.gradients.singular import SingularConditions, singular_newton
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.host import on_host
 from pmaf.layers.ied import coordinates as coordinates_of_eigenvectors
 from pmaf.layers.ied import way_of_eigenvectors
 from pmaf.layers.least_squares import UNIT, SphereLeastSquares, normal_product
 from pmaf.layers.less import short_way_of_least_squares
 from pmaf.linalg.embedding import complex_rows, paired_rows
 from pmaf.linalg.products import broadcast, dot, frobenius, matvec
-from pmaf.linalg.roundings import HALF, blame_range, square_range, working_dtype
+from pmaf.linalg.roundings import (
+    HALF,
+    blame_range,
+    square_range,
+    widened,
+    working_dtype,
+)
 from pmaf.linalg.singular import accuracy, weighted, weighted_gram
 from pmaf.operators import Gram, Matrix, Operator
 from pmaf.problem import Problem
-from pmaf.recipe import Recipe, register, run
+from pmaf.recipe import Place, Recipe, register, run
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.field import EmbeddedVectors
 from pmaf.reductions.gram import NullVector, Squares, root_of
 from pmaf.reductions.precision import Precision, of_short
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import lacks_float64
 from pmaf.solution import Certificate
 from pmaf.solvers import SVD, Solver
 from pmaf.solvers import Reduction as Compiled
@@ -203,11 +209,11 @@ class PrincipalSingularVectors(Problem):
 
     def certified(self, value: Tensor) -> Certificate:
         """A certificate from all eigenvalues of `AᵀWA` in float64, or by products."""
-        A, weights = self.matrix.detach().double(), self.weights
+        A, weights = widened(self.matrix.detach()), self.weights
         # All three measures are relative; in these units nothing over- or underflows.
         A = A / frobenius(A)
         if weights is not None:
-            weights = weights.detach().double()
+            weights = widened(weights.detach())
             most = weights.amax(-1, keepdim=True)
             weights = weights / torch.where(most > 0, most, 1)
         gram = weighted_gram(A, weights)
@@ -354,22 +360,22 @@ def with_signs(
     short: list[Reduction] = []
     if dtype.to_real() != torch.float64:
         # In float64 the square of a float32 matrix keeps all its digits.
-        has_double = not lacks_float64(problem.device)
-        computed = torch.float64 if has_double else torch.float32
-        short.append(Precision(dtype, computed.to_complex() if dtype.is_complex else computed))
-        bare = bare.changed(single=problem.single or has_double)
+        computed = working_dtype(dtype, problem.device)
+        short.append(Precision(dtype, computed))
+        bare = bare.changed(single=problem.single or computed.to_real() == torch.float64)
     # Signs are chosen with all digits that are computed.
     chain = [*short, sign, End(0, problem.flipped, single, signed=True), *steps]
     return tuple(chain), Direct(bare, solver, gradient)
 
 
 def short_way_of_singular_vectors(
-    posed: PrincipalSingularVectors, init: Tensor | None, device: torch.device | None
+    posed: PrincipalSingularVectors, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
     """The recipe for right singular vectors by compiled kernels, or by a straight-line program."""
-    if device is not None:
-        return _straight_way(posed, device)
-    A, weights, k, reference = posed.matrix, posed.weights, posed.k, posed.reference
+    if place is not None:
+        found = on_host(short_way_of_singular_vectors, posed, init, place)
+        return found or _straight_way(posed, place.device)
+    A, weights, k = posed.matrix, posed.weights, posed.k
     dtype = A.dtype
     names = ("A",) if weights is None else ("A", "weights")
     if A.numel() == 0 or (weights is not None and weights.shape != A.shape[:-1]):
@@ -412,8 +418,7 @@ def _straight_way(posed: PrincipalSingularVectors, device: torch.device) -> Reci
 def doubled(dtype: torch.dtype, device: torch.device) -> tuple[list[Reduction], bool]:
     """The step to a dtype in which squares keep all digits, and whether there is one."""
     single = dtype.to_real() != torch.float64
-    computed = working_dtype(torch.float32 if single else torch.float64, device)
-    computed = computed.to_complex() if dtype.is_complex else computed
+    computed = working_dtype(dtype, device)
     steps: list[Reduction] = [Precision(dtype, computed)] if computed != dtype else []
     return steps, single and computed.to_real() == torch.float64
 

@@ -16,6 +16,7 @@ from pmaf.autograd.attach import solve_opaquely
 from pmaf.autograd.eager import find, find_in_range
 from pmaf.autograd.forward_mode import constant
 from pmaf.autograd.image import image
+from pmaf.autograd.node import exactly
 from pmaf.autograd.spectral import (
     Group,
     differentiable,
@@ -33,7 +34,7 @@ from pmaf.linalg.products import frobenius, norm, one_if_zero, symmetric_part
 from pmaf.linalg.roundings import EQUAL, HALF, LOOSE, SEARCHED, OutOfRangeError, merge_tolerance
 from pmaf.operators import LowRank, Operator
 from pmaf.recipe import run
-from pmaf.runtime import ranks
+from pmaf.runtime import precision, ranks
 from pmaf.runtime.log import took
 from pmaf.runtime.modes import (
     derivatives_around,
@@ -51,7 +52,7 @@ Function = str | Callable[[Tensor], Tensor]
 
 
 def function_of(A: Tensor, posed: MatrixFunction) -> Tensor:
-    """The function of a tensor, real or complex."""
+    """The function of a tensor, real or complex, inside of `full_precision`."""
     if not A.is_complex():
         return _real(A, posed, 1)
     # Every eigenvalue of the embedding occurs twice.
@@ -63,7 +64,7 @@ def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
     """The function of a tensor of float32 or float64, of which each eigenvalue occurs so often."""
     if 0 in A.shape:
         return symmetric_part(A)
-    with full_precision(A.device), OneThread(A):
+    with OneThread(A):
         found = _group(A, posed, copies) if takes_group(A, posed.k) else None
         if isinstance(found, Group):
             took("spectral: group")
@@ -78,7 +79,10 @@ def _real(A: Tensor, posed: MatrixFunction, copies: int) -> Tensor:
         traced = torch.compiler.is_compiling() and derivatives_around() > 0
         if traced or forward_mode(A, known) or (learned and transformed()):
             return forward(posed, A, values, vectors)
-        return differentiable(replace(posed, learned=learned), A, values, vectors)
+        posed = replace(posed, learned=learned)
+        if learned or not precision.turn & 1:  # nothing is reduced
+            return differentiable(posed, A, values, vectors)
+        return exactly(lambda A: differentiable(posed, A, values, vectors), A)
 
 
 def takes_group(A: Tensor, k: int | None) -> bool:
@@ -137,9 +141,12 @@ def find_by_products(
     V = outside(ranks.whole(found.value))
     rows = V.detach().mT
     # The eigenvalues as a matrix: where they repeat, only this one has a derivative.
-    inside = rows.conj() @ image(A, rows).mT
-    C = function_of(inside, MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows)))
-    parts = V.mT, C @ V.mH
+    inside = exactly(lambda images: rows.conj() @ images.mT, image(A, rows))
+    with full_precision(A.device):
+        C = function_of(
+            inside, MatrixFunction(scalar, None, largest, size=COARSER * size_of(A, rows))
+        )
+    parts = V.mT, exactly(lambda C, V: C @ V.mH, C, V)
     return LowRank(*(ranks.replicate(x.to(dtype), mesh) for x in parts)), found
 
 

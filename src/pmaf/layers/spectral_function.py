@@ -18,6 +18,7 @@ from pmaf.executors.direct import Ended
 from pmaf.executors.spectral import DIFFERENCES, WholeSpectrum
 from pmaf.gradients import Gradient
 from pmaf.layers.eigenvectors import PrincipalEigenvectors
+from pmaf.layers.host import on_host
 from pmaf.layers.spectral import (
     COARSER,
     Function,
@@ -34,12 +35,12 @@ from pmaf.linalg.decompositions import eigenvalues
 from pmaf.linalg.divided_differences import NAMED, Scalar
 from pmaf.linalg.matrix_function import MatrixFunction
 from pmaf.linalg.products import frobenius, one_if_zero
-from pmaf.linalg.roundings import HALF
+from pmaf.linalg.roundings import HALF, widened
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import LowRank, Operator, as_operator
 from pmaf.operators.base import known_by_products
 from pmaf.problem import Problem
-from pmaf.recipe import AUTO, IMPLICIT, Recipe, register, run, short_recipe
+from pmaf.recipe import AUTO, IMPLICIT, Place, Recipe, register, run, short_recipe
 from pmaf.reductions.base import Report, Tensors
 from pmaf.reductions.precision import of_short
 from pmaf.runtime import ranks
@@ -195,7 +196,7 @@ class SpectralFunction(Problem):
         """
         A = _fixed(A)
         k, n, mesh = self.width, A.shape[-1], ranks.mesh_of(*A.tensors)
-        row = fixed_rows(n, A.dtype.to_real(), A.device)[1].flip(-1)
+        row = fixed_rows[n, A.dtype.to_real(), A.device][1].flip(-1)
         start = torch.stack([row.roll(i) for i in range(k)], -1).to(A.dtype)
         found = run(PrincipalEigenvectors(A, k, self.largest), init=start, report=False)
         left, right = (ranks.whole(x.detach()).to(A.dtype) for x in F.tensors)
@@ -208,10 +209,10 @@ class SpectralFunction(Problem):
         if not A.symmetric:
             images = 0.5 * (images + ranks.whole(A.rmatvec(rows)).mT)
         inside, small = S.mH @ images, (S.mH @ left.mT) @ (right @ S)
-        size = size_of(A, group.mT).squeeze(-1).double()
+        size = widened(size_of(A, group.mT).squeeze(-1))
         outside = images - S @ inside
         beside = sum(torch.linalg.matrix_norm(outside @ x).square() for x in (small, small.mH))
-        beside = torch.as_tensor(beside).double().sqrt() / one_if_zero(size)
+        beside = widened(torch.as_tensor(beside)).sqrt() / one_if_zero(size)
         of_group = self._of_group(COARSER * size.unsqueeze(-1))
         return certify_function(inside, small, of_group, k, self.largest, beside, size)
 
@@ -238,8 +239,8 @@ class FunctionOfSpectrum:
             _, solver, why = PrincipalEigenvectors(A, k).choice()
             how = f"{abbreviated(solver)}: products with A for {group}, and a small decomposition"
             return Account(how, why, group, f"{IMPLICIT!r}: {BY_PRODUCTS}")
-        device = None if A.is_cpu else A.device
-        short = _short_way(self.problem.changed(A=A), None, device)
+        place = None if A.is_cpu else Place(A.device, True)
+        short = _short_way(self.problem.changed(A=A), None, place)
         if short is not None:
             return short.account({"A": A})
         complexes, n = A.is_complex(), A.shape[-1]
@@ -282,8 +283,11 @@ def _way(problem: SpectralFunction, solver: Solver, gradient: Gradient, init: An
     return Recipe((), FunctionOfSpectrum(problem.bare()))
 
 
-def _short_way(posed: SpectralFunction, init: Any, device: torch.device | None) -> Recipe | None:
+def _short_way(posed: SpectralFunction, init: Any, place: Place | None) -> Recipe | None:
     """The recipe of a named function of a dense matrix all of whose eigenpairs are found."""
+    found = None if place is None else on_host(_short_way, posed, init, place)
+    if found is not None:
+        return found
     A, name = posed.A, posed.function
     assert isinstance(A, Tensor)
     if A.numel() == 0 or not isinstance(name, str):
@@ -291,9 +295,9 @@ def _short_way(posed: SpectralFunction, init: Any, device: torch.device | None) 
     steps = of_short(A.dtype)
     dtype = torch.float32 if steps else A.dtype
     function = _posed(NAMED[name], posed.k, posed.largest, A.shape[-1])
-    line = BATCHED if device is not None else chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
+    line = BATCHED if place is not None else chosen(EIGENPAIRS, posed.changed(A=A.to(dtype)))
     kernels = isinstance(line.solver, Reduction)
-    if device is None and not kernels and (dtype.is_complex or is_few(A, function.k)):
+    if place is None and not kernels and (dtype.is_complex or is_few(A, function.k)):
         return None
     common = functools.partial(function_of, posed=function)
     bare = posed.bare()
@@ -351,9 +355,11 @@ def spectral(
     if isinstance(function, str):
         given = {"A": A, "init": None}
         recipe = short_recipe(SpectralFunction, given, (function, k, largest), None, None)
-        found = None if recipe is None else recipe.run(given)
-        if found is not None:
-            return found[0]
+        if recipe is not None:
+            with full_precision(A.device):
+                found = recipe.run(given)
+            if found is not None:
+                return found[0]
     return _commonly(A, function, k, largest)
 
 
@@ -372,7 +378,8 @@ def _commonly(
         return parts.join(spectral(parts.inputs["A"], function, k, largest=largest))
     if A.dtype in HALF:
         return spectral(A.float(), function, k, largest=largest).to(A.dtype)
-    return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
+    with full_precision(A.device):
+        return function_of(A, _posed(scalar, k, largest, A.shape[-1]))
 
 
 def _is_whole(A: Tensor) -> bool:

@@ -25,6 +25,7 @@ from pmaf.executors.straight import StraightTriplets
 from pmaf.gradients import Gradient
 from pmaf.gradients.base import Reverse
 from pmaf.gradients.triplets import TripletConditions, halves, triplet_newton
+from pmaf.layers.host import on_host
 from pmaf.layers.singular_vectors import (
     PrincipalSingularVectors,
     coordinates,
@@ -39,7 +40,7 @@ from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators import Operator
 from pmaf.operators.rows import Rows
 from pmaf.operators.transposed import Transposed
-from pmaf.recipe import Recipe, end, register, run
+from pmaf.recipe import Place, Recipe, end, register, run
 from pmaf.reductions.base import Found, Reduction, Report, Tensors
 from pmaf.reductions.end import End, Sign
 from pmaf.reductions.precision import Precision, of_short
@@ -137,11 +138,12 @@ def way_of_triplets(
 
 
 def short_way_of_triplets(
-    posed: PrincipalTriplets, init: Tensor | None, device: torch.device | None
+    posed: PrincipalTriplets, init: Tensor | None, place: Place | None
 ) -> Recipe | None:
     """The recipe for triplets of small matrices, or for those by a straight-line program."""
-    if device is not None:
-        return _straight_way(posed, device)
+    if place is not None:
+        found = on_host(short_way_of_triplets, posed, init, place)
+        return found or _straight_way(posed, place.device)
     A, k, reference = posed.matrix, posed.k, posed.reference
     shape, dtype = A.shape, A.dtype
     if A.numel() == 0:
@@ -331,7 +333,7 @@ def _size(seen: Rows) -> Tensor:
     """A lower bound of `‖A‖`, about as large, `(B,)`; no square of it is taken."""
     A = seen.A
     n = A.shape[-1]
-    row = fixed_rows(n, A.dtype, A.device)[:1].expand(seen.entries, 1, n)
+    row = fixed_rows[n, A.dtype, A.device][:1].expand(seen.entries, 1, n)
     length, row = _normalised(row)
     for _ in range(3):
         for product in (seen, seen.transposed):

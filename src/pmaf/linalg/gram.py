@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import rmatvec
-from pmaf.linalg.roundings import merge_tolerance, merged, rank_tolerance
-from pmaf.runtime.modes import lacks_float64
+from pmaf.linalg.roundings import WITHOUT_DOUBLE, merge_tolerance, merged, rank_tolerance
 
 
 class Spectrum(NamedTuple):
@@ -117,7 +116,7 @@ def promoted(dtype: torch.dtype, p: int, device: torch.device) -> bool:
     The square then keeps all digits of `A`, so that no refinement is needed. For small matrices
     this saves more time than float32 does.
     """
-    return dtype == torch.float32 and p <= 32 and not lacks_float64(device)
+    return dtype == torch.float32 and p <= 32 and device.type not in WITHOUT_DOUBLE
 
 
 def promoted_spectrum(A: Tensor, b: Tensor, gram: Tensor) -> tuple[Spectrum, Tensor]:

@@ -8,10 +8,38 @@ import torch
 from torch import Tensor
 
 from pmaf import errors
-from pmaf.runtime.modes import constant_in_traces, lacks_float64
+from pmaf.runtime.modes import constant_in_traces
 
 # The dtypes that are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
+# The types of devices that have no float64. What is computed in float64 elsewhere is computed in
+# float32 there, with the digits of that.
+WITHOUT_DOUBLE = {"mps"}
+
+
+def has_double(device: torch.device) -> bool:
+    """Whether a device has numbers of float64."""
+    return device.type not in WITHOUT_DOUBLE
+
+
+def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype with the most digits on a device, complex if the given one is."""
+    return _MOST[device.type in WITHOUT_DOUBLE, dtype.is_complex]
+
+
+def widened(x: Tensor) -> Tensor:
+    """A tensor with the most digits that its device has."""
+    return x.to(_MOST[x.device.type in WITHOUT_DOUBLE, x.is_complex()])
+
+
+# By whether there is no float64, and whether numbers are complex.
+_MOST = {
+    (False, False): torch.float64,
+    (False, True): torch.complex128,
+    (True, False): torch.float32,
+    (True, True): torch.complex64,
+}
+
 
 # Every comparison with a rounding error uses one of these multiples of eps.
 REFINED = 1.0  # a residual that is refined if it is larger, relative to the sizes of its terms
@@ -107,7 +135,3 @@ def times_power(x: Tensor, exponent: Tensor) -> Tensor:
     """`x · 2^exponent`, where the power itself may be out of range."""
     half = (0.5 * exponent).floor()
     return x * half.to(x.dtype).exp2() * (exponent - half).to(x.dtype).exp2()
-
-
-def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return dtype if lacks_float64(device) else torch.float64

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pmaf.errors import require_finite
 from pmaf.linalg.products import dot, norm
-from pmaf.linalg.roundings import merge_tolerance, noise_tolerance
-from pmaf.runtime.modes import lacks_float64, plain
+from pmaf.linalg.roundings import merge_tolerance, noise_tolerance, widened
+from pmaf.runtime.modes import plain
 
 
 def project(u: Tensor) -> Tensor:
@@ -24,9 +24,7 @@ def settle(u: Tensor) -> Tensor:
     At a minimum the objective is stationary along the sphere but not across it, so it is rounding
     of the length of `u` that changes the objective most.
     """
-    if lacks_float64(u.device):
-        return project(u)
-    return project(u.double()).to(u.dtype)
+    return project(widened(u)).to(u.dtype)
 
 
 def tangent(u: Tensor, x: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
     if plain(rows) and isinstance(reference, Tensor):
         require_finite(reference=(reference, 1))
     both, one, _ = _references(rows)
-    return torch.copysign(one, torch.where(known, chosen, rows @ both[:, 1]))
+    return torch.copysign(one, torch.where(known, chosen, (rows * both[:, 1]).sum(-1)))
 
 
 def _one_signed(x: Tensor) -> Tensor:
@@ -104,22 +102,21 @@ def _default_signs(rows: Tensor) -> Tensor:
 def _references(rows: Tensor) -> tuple[Tensor, Tensor, float]:
     """`references` as columns, the number one, and the tolerance for a zero product.
 
-    They are cached unless the call is traced.
+    They are cached for plain tensors on the CPU alone. On other devices a tensor may be made in the
+    memory of a CUDA graph, or on a stream for which the next call does not wait.
     """
-    if plain(rows):
-        return known_references(rows.shape[-1], rows.dtype, rows.device)
+    if rows.is_cpu and plain(rows):
+        return known_references(rows.shape[-1], rows.dtype)
     both = torch.stack(references(rows), -1)
     # The first reference is all ones.
     return both, both[0, 0], merge_tolerance(rows.dtype) * rows.shape[-1] ** 0.5
 
 
 @functools.lru_cache(maxsize=64)
-def known_references(
-    n: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, float]:
-    """The same for plain tensors of a size, a dtype and a device."""
+def known_references(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    """The same for plain tensors of a size and a dtype, on the CPU."""
     with torch.inference_mode(False):  # autograd refuses inference tensors
-        both = torch.stack(references(torch.empty(n, dtype=dtype, device=device)), -1)
+        both = torch.stack(references(torch.empty(n, dtype=dtype, device="cpu")), -1)
         return both, both[0, 0].clone(), merge_tolerance(dtype) * n**0.5
 
 

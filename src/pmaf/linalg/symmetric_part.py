@@ -6,12 +6,11 @@ long as many such products. Rows are `(B, p, n)` here, matrices `(B, n, n)`.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from pmaf.linalg.products import symmetric_part
+from pmaf.runtime.cached import CachedOnCPU
 
 # Up to this size forming the symmetric part costs no more than a few products.
 FORM_TO = 256
@@ -37,7 +36,7 @@ class SymmetricPart:
             self.matrix = symmetric_part(A)
             return
         self.matrix = A
-        x = fixed_rows(n, A.dtype, A.device)[:1].expand(len(A), 1, n)
+        x = fixed_rows[n, A.dtype, A.device][:1].expand(len(A), 1, n)
         left, right = torch.bmm(x, A), right_product(A, x)
         difference, size = torch.linalg.vector_norm(torch.cat([left - right, left], -2), dim=-1).T
         if (difference <= n**0.5 * torch.finfo(A.dtype).eps * size).all():
@@ -76,12 +75,23 @@ def right_product(A: Tensor, x: Tensor) -> Tensor:
     return image.view(x.shape) if x.shape[-2] == 1 else image.mT.contiguous()
 
 
-@functools.lru_cache(maxsize=64)
-def fixed_rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Two pseudorandom directions `(2, n)`, the same for every call."""
-    # Autograd refuses inference tensors, and these are cached for later training steps.
-    with torch.inference_mode(False):
-        return fixed_normal(2, n).to(device, dtype)
+def _fixed_rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return fixed_normal(2, n).to(dtype) if device.type == "cpu" else made_there(n, dtype, device)
+
+
+def made_there(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Two directions without structure, made on a device: the host would wait for a copy.
+
+    Phases that grow like squares have no period, and where they are large, their rounding is
+    disorder as well.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    index = torch.arange(1, 2 * n + 1, dtype=wide, device=device)
+    return (index * index).cos_().mul_(2**0.5).reshape(2, n).to(dtype)
+
+
+# Two pseudorandom directions `(2, n)` by `[n, dtype, device]`, the same for every call.
+fixed_rows = CachedOnCPU(_fixed_rows)
 
 
 def fixed_normal(*shape: int) -> Tensor:

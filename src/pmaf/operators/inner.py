@@ -54,7 +54,7 @@ def _drawn(seen: Rows) -> tuple[Tensor, Tensor]:
     """Two pseudorandom rows `(B, 1, n)`."""
     M = seen.A
     n = M.shape[-1]
-    rows = fixed_rows(n, M.dtype, M.device) / n**0.5
+    rows = fixed_rows[n, M.dtype, M.device] / n**0.5
     first, second = (row.expand(seen.entries, 1, n) for row in rows)
     return first, second
 

@@ -87,7 +87,7 @@ class Rows:
         The estimate comes from three products with a pseudorandom vector and the multipliers.
         """
         n = self.A.shape[-1]
-        row = fixed_rows(n, self.A.dtype, self.A.device)[:1].expand(self.entries, 1, n)
+        row = fixed_rows[n, self.A.dtype, self.A.device][:1].expand(self.entries, 1, n)
         for _ in range(3):
             row = product(row / one_if_zero(long_norm(row)).unsqueeze(-1))
         self.values = multipliers.reshape(self.entries, -1)
@@ -105,6 +105,9 @@ class Rows:
     def agreed(self, done: Tensor) -> bool:
         return ranks.agreed(done, self.mesh)
 
+    def answers(self, masks: Tensor) -> list[bool]:
+        return ranks.answers(masks, self.mesh)
+
     @cached_property
     def of_symmetric_part(self) -> Callable[[Tensor], Tensor]:
         """Products with `½(A + Aᵀ)`, or with `A` where that is symmetric."""
@@ -113,7 +116,7 @@ class Rows:
     def _is_lopsided(self) -> bool:
         """Whether `xᵀAy` and `yᵀAx` differ by more than rounding, for one pair of vectors."""
         n = self.A.shape[-1]
-        rows = fixed_rows(n, self.A.dtype, self.A.device).expand(self.entries, 2, n)
+        rows = fixed_rows[n, self.A.dtype, self.A.device].expand(self.entries, 2, n)
         images = self(rows)
         found = inner(rows, images)
         size = long_norm(images).amax(-1)
@@ -199,7 +202,7 @@ def _require_transpose(A: Operator, mesh: Any, worth: float) -> None:
     m, n = A.shape[-2:]
 
     def drawn(row: int, width: int) -> Tensor:
-        x = fixed_rows(width, A.dtype, A.device)[row] / width**0.5
+        x = fixed_rows[width, A.dtype, A.device][row] / width**0.5
         return x.expand(*A.batch_shape, 1, width)
 
     def of(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pmaf.operators import Diagonal, Matrix, Operator
 from pmaf.operators.congruent import Congruent, solve_root
 from pmaf.reductions.base import Found, Reduction, Tensors
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import full_precision, plain
+from pmaf.runtime.modes import plain
 
 
 class DenseMetric(Reduction):
@@ -60,14 +60,12 @@ class FactoredMetric(Reduction):
     def apply(self, given: Tensors) -> Tensors:
         A, M = given["A"], given["M"]
         took("pairs: diagonal" if isinstance(M, Diagonal) else "pairs: factor and products")
-        with full_precision(A.device):
-            change = Change(M)
-            return {**given, "A": change.reduced(A), "M": None, "change": change}
+        change = Change(M)
+        return {**given, "A": change.reduced(A), "M": None, "change": change}
 
     def back(self, found: Found, given: Tensors, posed: Tensors) -> Found:
         vectors, values = found
-        with full_precision(vectors.device):
-            return posed["change"].back(vectors), values
+        return posed["change"].back(vectors), values
 
     def forth(self, vectors: Tensor, given: Tensors, posed: Tensors) -> Tensor:
         return posed["change"].forth(vectors)

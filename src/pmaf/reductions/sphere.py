@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pmaf import errors
 from pmaf.linalg.products import broadcast
-from pmaf.linalg.roundings import power_of_two, square_range, times_power
+from pmaf.linalg.roundings import power_of_two, square_range, times_power, working_dtype
 from pmaf.operators import Operator
 from pmaf.operators.coordinates import Coordinates, InCoordinates, in_dtype
 from pmaf.reductions.base import Found, Reduction, Report, Tensors
-from pmaf.runtime.modes import lacks_float64, plain
+from pmaf.runtime.modes import plain
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ class Ellipsoid(Reduction):
 
     def apply(self, given: Tensors) -> Tensors:
         A, b, M, weights, radius = (given[x] for x in ("A", "b", "M", "weights", "radius"))
-        dtype = working_dtype(A)
+        # Products with an operator have the digits of what it is made of.
+        given_dtype = torch.promote_types(A.dtype, torch.float32)
+        dtype = given_dtype if isinstance(A, Operator) else working_dtype(A.dtype, A.device)
         b, weights = b.to(dtype), None if weights is None else weights.to(dtype)
         radius = radius.to(dtype) if isinstance(radius, Tensor) else radius
         M = None if M is None else in_dtype(M, dtype)
@@ -142,13 +143,6 @@ class Ellipsoid(Reduction):
         dtype = given["b"].dtype
         gap = _times(report.gap, posed["exponents"])
         return report._replace(residual=report.residual.to(dtype), gap=gap.to(dtype))
-
-
-def working_dtype(A: Any) -> torch.dtype:
-    """The dtype to compute in: float64, except for operators, and on devices that have none."""
-    if isinstance(A, Operator) or lacks_float64(A.device):
-        return torch.float64 if A.dtype == torch.float64 else torch.float32
-    return torch.float64
 
 
 def _times(x: Tensor, exponents: Tensor | None) -> Tensor:

@@ -57,5 +57,6 @@ def looks(x: Tensor) -> bool:
         return True
     if not _STATE.asked:
         return False
-    capturing = x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return not capturing
+    if not x.is_cuda or not torch.cuda.is_initialized():
+        return True
+    return not torch.cuda.is_current_stream_capturing()

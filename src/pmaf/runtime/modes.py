@@ -13,6 +13,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from pmaf.runtime import precision
+
 
 def plain(x: Tensor) -> bool:
     """Whether the call is not traced, transformed or intercepted, and `x` contains numbers.
@@ -54,30 +56,46 @@ _current_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
 is_grads_batch: Any = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 
 
-def lacks_float64(device: torch.device) -> bool:
-    """Whether there is no float64 on a device, so that layers compute in float32 there."""
-    return device.type in _WITHOUT_FLOAT64
-
-
-def take_float64_from(kind: str, away: bool = True) -> None:
-    """Let a type of device be one without float64, or one with it again.
-
-    This is for a device that is written in Python, and can be either.
-    """
-    global _WITHOUT_FLOAT64
-    others = tuple(x for x in _WITHOUT_FLOAT64 if x != kind)
-    _WITHOUT_FLOAT64 = (*others, kind) if away else others
-
-
-_WITHOUT_FLOAT64: tuple[str, ...] = ("mps",)
-
-
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """A context that disables autocast where it is enabled."""
+    """A context without autocast, in which float32 products keep all digits.
+
+    Where neither is necessary, which is usual, it costs one look at each.
+    """
     # Meta tensors have no numbers, and torch knows no autocast for them.
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    cast = device.type != "meta" and _is_autocast_enabled(device.type)
+    if is_compiling():  # a trace has no numbers, and the operators in it come here when they run
+        return torch.autocast(device.type, enabled=False) if cast else _NOTHING
+    # This is `precision.is_reduced`, without another call.
+    before = precision.turn
+    try:
+        exact = _matmul_precision() == precision.HIGHEST and not before & 1
+    except RuntimeError:
+        exact = False
+    if exact and precision.turn == before and not (precision.HAS_XPU and precision.onednn_tf32()):
+        return torch.autocast(device.type, enabled=False) if cast else _NOTHING
+    return _Both(device.type) if cast else precision.exact
+
+
+class _Both:
+    """A context without autocast and without TF32."""
+
+    def __init__(self, kind: str) -> None:
+        self.cast = torch.autocast(kind, enabled=False)
+
+    def __enter__(self) -> None:
+        precision.exact.__enter__()
+        self.cast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.cast.__exit__(*error)
+        finally:
+            precision.exact.__exit__(*error)
+
+
+_NOTHING = nullcontext()
+_is_autocast_enabled = torch.is_autocast_enabled
+_matmul_precision = precision.matmul_precision
 
 
 def require_eager(what: str, instead: str, x: Tensor) -> None:

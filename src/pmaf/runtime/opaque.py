@@ -91,7 +91,9 @@ def pull(
     return torch.ops.pmaf.pull(tensors, seen, grads, needs, call)
 
 
-_ANY, _TAGS = "CompositeExplicitAutograd", (torch.Tag.pt2_compliant_tag,)
+# The host waits inside of the operators, and what they allocate depends on numbers. So a compiler
+# must not capture them in a CUDA graph, as `mode="reduce-overhead"` does with everything else.
+_ANY, _TAGS = "CompositeExplicitAutograd", (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 torch.library.define("pmaf::solve", "(Tensor?[] tensors, str call) -> Tensor[]", tags=_TAGS)
 torch.library.define(
     "pmaf::pull",

@@ -125,12 +125,20 @@ def agreed(done: Tensor, mesh: Any) -> bool:
     The results of ranks may differ by rounding, and a rank that stops while another goes on leaves
     that one waiting for ever. So all ranks decide together.
     """
-    flag = done.all()
+    return bool(_on_all_ranks(done.all(), mesh))
+
+
+def answers(masks: Tensor, mesh: Any) -> list[bool]:
+    """The same for each mask, `(q, *)`, with one question to the device and the other ranks."""
+    return _on_all_ranks(masks.flatten(1).all(-1), mesh).bool().tolist()
+
+
+def _on_all_ranks(flags: Tensor, mesh: Any) -> Tensor:
     if mesh is None:
-        return bool(flag)
+        return flags
     import torch.distributed as dist
 
-    flag = flag.to(torch.int32)
+    flags = flags.to(torch.int32)
     for axis in range(mesh.ndim):
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    return bool(flag)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    return flags

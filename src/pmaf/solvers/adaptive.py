@@ -197,7 +197,7 @@ def _outcome(
 ) -> Outcome:
     batch, n, k = problem.batch_shape, problem.n, problem.width
     rows = found.rows.reshape(*batch, k, n)
-    unknown, none, converged = without_report(batch, rows.dtype, rows.device)
+    unknown, none, converged = without_report[batch, rows.dtype, rows.device]
     values = found.values.reshape(*batch, k)
     if isinstance(found, Dominant):
         kept = rate_of_steps(found, batch)

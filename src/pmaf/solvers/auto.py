@@ -251,11 +251,12 @@ GENERAL = Line(
     "of a small general matrix a decomposition finds the dominant eigenvector faster than power "
     "steps prove one",
 )
-# The most rows and columns of matrices that cuSOLVER decomposes into singular vectors all together;
-# larger ones it takes one after the other.
-BATCHED_SVD = 32
-# On a device without compiled kernels. Nothing was measured there: the reasons are counts of launches
-# and waits (docs/devices.md).
+# The most entries of all matrices for which compiled kernels on the host, with a copy each way, are
+# taken instead of the launches of a straight-line program, of which least squares have most. They
+# follow from counts: at 6 µs a launch and 20 µs a wait, kernels solve about as many in that time.
+HOST_ENTRIES, HOST_MINIMUM_ENTRIES = 1 << 10, 1 << 13
+# On a device without compiled kernels. Nothing was measured there: the reasons are counts of
+# launches and waits (docs/devices.md).
 BATCHED = Line(
     _is_on_device,
     DENSE,

@@ -26,9 +26,8 @@ from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky_in_place, eigenvalues
 from pmaf.linalg.gram import lower_gram
 from pmaf.linalg.products import dot, long_norm, matvec, norm, rmatvec
-from pmaf.linalg.roundings import LOOSE, NOISE
+from pmaf.linalg.roundings import LOOSE, NOISE, has_double
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import Course, LeastSquares, Outcome, Solver
 from pmaf.solvers.factored_newton import (
     CLOSE,
@@ -124,7 +123,7 @@ class Cholesky(Solver):
             return found
         part = problem.with_tensors(problem.matrix[which], problem.b[which])
         start = None if init is None else init[which]
-        if part.matrix.dtype == torch.float32 and not lacks_float64(part.matrix.device):
+        if part.matrix.dtype == torch.float32 and has_double(part.matrix.device):
             return _replaced(found, self._in_double(part, start, report), which)
         return _replaced(found, _with_factor(Secular().solve(part, init=start), gram[which]), which)
 

@@ -65,7 +65,7 @@ class Dense(Solver):
         top, rows = values[..., -k:], basis[..., -k:, :]
         if k > 1:
             top, rows = top.flip(-1), rows.flip(-2)
-        unknown, none, converged = without_report(problem.batch_shape, values.dtype, values.device)
+        unknown, none, converged = without_report[problem.batch_shape, values.dtype, values.device]
         if report:
             none, converged = none.clone(), converged.clone()
         return Outcome(

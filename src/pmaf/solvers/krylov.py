@@ -151,7 +151,7 @@ def search_eigenvectors(
         tolerance=tolerance,
         limit=solver.max_products,
         symmetric=isinstance(task, Largest),
-        agreed=rows.agreed,
+        answers=rows.answers,
         metric=metric,
         floor=floor,
     )
@@ -159,14 +159,14 @@ def search_eigenvectors(
 
 def _rounding_errors(metric: Metric, rows: Tensor) -> Tensor:
     """The residual of rows `(B, w, n)` that is rounding error of products with `M`, `(B,)`."""
-    signs = fixed_rows(rows.shape[-1], rows.dtype, rows.device)[0]
+    signs = fixed_rows[rows.shape[-1], rows.dtype, rows.device][0]
     return REFINED * torch.finfo(rows.dtype).eps * metric.roundings(rows, signs).amax(-1)
 
 
 def _start(A: Operator, batch: torch.Size, k: int, guards: int, init: Tensor | None) -> Tensor:
     """Pseudorandom rows `(B, k + guards, n)`, of which `init`, if given, replaces the first."""
     n, B = A.shape[-1], batch.numel()
-    row = fixed_rows(n, A.dtype, A.device)[1] / n**0.5
+    row = fixed_rows[n, A.dtype, A.device][1] / n**0.5
     rows = torch.stack([row.roll(i) for i in range(k + guards)]).expand(B, k + guards, n)
     if init is None:
         return rows

@@ -24,11 +24,17 @@ from pmaf.krylov.search import Found, Task, search
 from pmaf.krylov.tasks import Largest, Lowest
 from pmaf.linalg import sphere
 from pmaf.linalg.products import long_norm
-from pmaf.linalg.roundings import NOISE, ROUNDED, OutOfRangeError, power_of_two, square_range
+from pmaf.linalg.roundings import (
+    NOISE,
+    ROUNDED,
+    OutOfRangeError,
+    has_double,
+    power_of_two,
+    square_range,
+)
 from pmaf.linalg.symmetric_part import fixed_rows
 from pmaf.operators.rows import Rows
 from pmaf.runtime import ranks
-from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import LeastSquares, Outcome, has_form
 from pmaf.solvers.secular import Secular
 from pmaf.tangent.basis import TangentSolver
@@ -52,7 +58,7 @@ class _Searches:
                 x = getattr(problem, name)
                 if isinstance(x, Tensor):
                     require_finite(**{name: (ranks.local(x), dims)})
-        self.random = (fixed_rows(self.n, g.dtype, g.device)[1] / self.n**0.5).expand(B, 1, self.n)
+        self.random = (fixed_rows[self.n, g.dtype, g.device][1] / self.n**0.5).expand(B, 1, self.n)
         image = self.product(self.random)
         if self.definite:
             self._require_range(image, g)
@@ -103,7 +109,7 @@ class _Searches:
             tolerance=tolerance,
             limit=min(left, limit or left),
             symmetric=True,
-            agreed=self.rows.agreed,
+            answers=self.rows.answers,
         )
         self.products += found.products
         return found
@@ -260,7 +266,7 @@ def are_few(rows: Rows, solver: Any) -> bool:
     """
     *batch, m, n = rows.A.shape
     few = n <= _COLUMNS and torch.Size(batch).numel() * m * n <= _ENTRIES
-    return few and solver.dimension is None and not lacks_float64(rows.A.device)
+    return few and solver.dimension is None and has_double(rows.A.device)
 
 
 def solve_entries(rows: Rows, problem: Any, init: Tensor | None, mask: Tensor) -> Entries:

@@ -71,7 +71,7 @@ class Lanczos(Solver):
             tolerance=given_or(self.tolerance, SEARCHED, matrix.dtype),
             limit=self.restarts * self.depth,
             symmetric=True,
-            agreed=lambda done: bool(done.all()),
+            answers=lambda masks: masks.all(-1).tolist(),
         )
         result = outcome(
             problem,

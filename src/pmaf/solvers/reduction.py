@@ -131,7 +131,7 @@ class Reduction(Solver):
             spectrum, vectors = eigh(symmetric_part(A.detach()[failed]))
             values[failed] = spectrum[..., -count:].flip(-1)
             rows[failed] = vectors[..., -count:].flip(-1).mT
-        unknown, none, converged = without_report(batch, rows.dtype, rows.device)
+        unknown, none, converged = without_report[batch, rows.dtype, rows.device]
         if not report:
             return Outcome(rows, values, unknown, unknown, none, converged)
         top, rows = values[..., :k], rows[..., :k, :]

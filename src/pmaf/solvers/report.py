@@ -5,14 +5,13 @@ Blocks of vectors are columns here, `(*, n, p)`; outcomes carry them as rows.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.roundings import ROUNDED, SETTLED
 from pmaf.linalg.symmetric_part import fixed_normal
+from pmaf.runtime.cached import CachedOnCPU
 from pmaf.solvers.base import Eigenvectors, Outcome
 from pmaf.tangent.kept import NOTHING, Kept
 
@@ -102,15 +101,17 @@ def outcome(
     )
 
 
-@functools.lru_cache(maxsize=64)
-def without_report(
+def _without_report(
     batch: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Placeholders for residuals and gaps, iterations and convergence, without a report."""
-    with torch.inference_mode(False):
-        unknown = torch.full(batch, torch.nan, dtype=dtype, device=device)
-        none = torch.zeros(batch, dtype=torch.int64, device=device)
-        return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
+    unknown = torch.full(batch, torch.nan, dtype=dtype, device=device)
+    none = torch.zeros(batch, dtype=torch.int64, device=device)
+    return unknown, none, torch.ones(batch, dtype=torch.bool, device=device)
+
+
+# Placeholders for residuals and gaps, iterations and convergence, without a report, by
+# `[batch, dtype, device]`.
+without_report = CachedOnCPU(_without_report)
 
 
 def gap_of(spectrum: Tensor, problem: Eigenvectors) -> Tensor:

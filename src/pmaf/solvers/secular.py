@@ -35,10 +35,11 @@ from pmaf.linalg.roundings import (
     merged,
     power_of_two,
     square_range,
+    widened,
+    working_dtype,
 )
 from pmaf.linalg.secular import secular_root
 from pmaf.runtime.log import took
-from pmaf.runtime.modes import lacks_float64
 from pmaf.solvers.base import Course, LeastSquares, Minimum, Outcome, Solver, has_form
 from pmaf.solvers.exact import course_of, solve_compiled
 from pmaf.tangent.basis import TangentSolver, amplification
@@ -160,7 +161,7 @@ class Secular(Solver):
         M, g = problem.quadratic()
         require_finite(curvature=(M, 2), force=(g, 1))
         dtype, eps = g.dtype, torch.finfo(g.dtype).eps
-        wide = dtype if lacks_float64(g.device) else torch.float64
+        wide = working_dtype(dtype, g.device)
         M, g = M.to(wide), g.to(wide)
         values, vectors = eigh(symmetric_part(M))
         low, size = values[..., 0], values.abs().amax(-1)
@@ -279,7 +280,7 @@ class Secular(Solver):
     def _rescaled(self, A: Tensor, b: Tensor, init: Tensor | None) -> Outcome:
         """Solve a scaled copy in float64, since squares of the entries leave the range."""
         dtype = A.dtype
-        A, b = A.double(), b.double()
+        A, b = widened(A), widened(b)
         unit, b_unit = power_of_two(A.abs().amax((-2, -1))), power_of_two(b.abs().amax(-1))
         A, b = A / unit[..., None, None], b / b_unit.unsqueeze(-1)
         # If b is this much larger than A, the solution is the direction of Aᵀb; if it is this much
@@ -288,7 +289,7 @@ class Secular(Solver):
         bounded = ratio.clamp(-_FAR, _FAR)
         b = b * bounded.exp2().unsqueeze(-1)
         gram = small_gram(A)
-        init = None if init is None else init.double()
+        init = None if init is None else widened(init)
         found = self._direct(A, b, gram, rmatvec(A, b), init)
         floor = found.gap - found.multiplier
         gap = found.gap * (ratio - bounded).exp2()

@@ -106,7 +106,7 @@ def _outcome(
 ) -> Outcome:
     """An outcome, with a report if all singular values are known."""
     A, weights = _fixed(problem)
-    unknown, none, converged = without_report(problem.batch_shape, A.dtype, A.device)
+    unknown, none, converged = without_report[problem.batch_shape, A.dtype, A.device]
     if spectrum is None:
         return Outcome(rows, values, unknown, unknown, none, converged, kept)
     copies = problem.copies

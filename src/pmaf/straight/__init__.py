@@ -6,6 +6,6 @@ operation costs as much as a long one. So these programs take one decomposition 
 of operations on whole batches, in which masks take the place of branches. Each is a pure function
 of tensors, which `torch.compile` can fuse.
 
-Whether a result is right is a number among the results, its `Evidence`. The host reads that once, at
-the end of a call, and solves by another way where it has to.
+Whether a result is right is a number among the results, its `Evidence`. The host reads that once,
+at the end of a call, and solves by another way where it has to.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import SETTLED, merge_tolerance, square_range
+from pmaf.linalg.roundings import LOOSE, merge_tolerance, square_range
 from pmaf.straight.evidence import Evidence, where_proved
 
 
@@ -49,8 +49,9 @@ def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
 def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
     """k eigenvectors of each pair `Ay = λMy` with `yᴴMy = 1`, of which every row has that length.
 
-    They are proved by their residuals in the given variables: where `M` is too ill-conditioned for
-    its factor, the evidence fails. Lengths and products in `M` have rounding errors of `M` alone.
+    They are proved by the residuals of all eigenvectors in the given variables, since the
+    derivative uses all: where `M` is too ill-conditioned for its factor, the evidence fails.
+    Lengths and products in `M` have rounding errors of `M` alone.
     """
     A, M = A + A.mH, M + M.mH
     lower, info = cholesky(M)
@@ -60,17 +61,16 @@ def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vector
     vectors = math.sqrt(2) * torch.linalg.solve_triangular(lower.mH, vectors, upper=True)
     every = vectors.mT
     rows, found = end(every, values, k, largest)
-    column = found.unsqueeze(-1).to(rows.dtype)
-    rest = norm(torch.addcmul(rows @ A.mT, column, rows @ M.mT, value=-1))
+    column = values.unsqueeze(-1).to(every.dtype)
+    rest = norm(torch.addcmul(every @ A.mT, column, every @ M.mT, value=-1))
     size, mass = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in (A, M))
-    length = norm(rows)
-    numbers = rest / (torch.addcmul(size, found.abs(), mass) * length)
+    numbers = rest / (torch.addcmul(size, values.abs(), mass) * norm(every))
     proved = info.unsqueeze(-1) == 0
     if signed:
-        factor, known = factors(rows, length)
+        factor, known = factors(rows, norm(rows))
         rows = rows * factor
         proved = proved if known is None else proved & known.unsqueeze(-1)
-    limit = SETTLED * torch.finfo(values.dtype).eps
+    limit = LOOSE * torch.finfo(values.dtype).eps
     return Vectors(rows, found, every, values, Evidence(where_proved(proved, numbers), 0, limit))
 
 
@@ -143,9 +143,9 @@ def pull_pair(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `A` and `M`, given those of rows and of values.
 
-    That of `A` is the one of a matrix. As `(A − λM)y = 0`, that of `M` is `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`,
-    less `½ Σ yᵢ yᵢᴴvⱼ yⱼᴴ` over all `i` with `λᵢ = λⱼ`, `j` itself among them: lengths and products
-    of these vectors in `M` are fixed.
+    That of `A` is the one of a matrix. As `(A − λM)y = 0`, that of `M` is the Hermitian part of
+    `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`, less `½ Σ yᵢ yᵢᴴvⱼ yⱼᴴ` over all `i` with `λᵢ = λⱼ`, `j` itself
+    among them: lengths and products of these vectors in `M` are fixed.
     """
     z = inside = None
     if v is not None:

@@ -35,8 +35,8 @@ class Data(NamedTuple):
 class Method(enum.Enum):
     """How the Gram matrix is decomposed.
 
-    The value is the largest step against `A` that proves a result, in roundings: a step is about the
-    error of the Gram matrix where it matters, also for the derivative.
+    The value is the largest step against `A` that proves a result, in roundings: a step is about
+    the error of the Gram matrix where it matters, also for the derivative.
     """
 
     PROMOTED = 0.0  # numbers of float32 in float64, in which it loses nothing
@@ -133,8 +133,9 @@ def _decomposed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """One over the largest squared singular value, and right vectors as columns.
 
-    In units of the largest value, ascending values follow, the spreads of their squares, coefficients of
-    `Aᵀb`, and `b`. Values that are rounding are zero, and so are spreads of equal ones.
+    In units of the largest value, ascending values follow, the spreads of their squares,
+    coefficients of `Aᵀb`, and `b`. Values that are rounding are zero, and so are spreads of equal
+    ones.
     """
     shrink = torch.nn.functional.hardshrink
     if kind.method is Method.EXACT:
@@ -167,9 +168,7 @@ def _decomposed(
 _SKEW = 1e-12
 
 
-def _posed(
-    given: Data, kind: Kind
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The matrix and the vector of the problem of `x`, the root of `M`, and what is proved."""
     A, b, weights, radius, M = given
     root = proved = None
@@ -230,7 +229,7 @@ def _tangent(
     inner = (both * inverse.unsqueeze(-2)) @ both.mT
     lower = both * flat.unsqueeze(-2)
     outer = lower @ both.mT
-    # Products xᵀx and xᵀv of the other rows over the matrix, of the lowest ones, and of all times t.
+    # Products xᵀx and xᵀv: of the other rows, over the matrix; of the lowest ones; of all, times t.
     (beta, alpha), (q, a) = (x[..., :1, :].transpose(-1, -2).unbind(-2) for x in (inner, outer))
     whole = torch.addcmul(outer[..., 0, :], shift, inner[..., 0, :])
     nu = whole[..., 1:] / whole[..., :1]
@@ -308,9 +307,7 @@ def gradients(
     ]
 
 
-def _rank_two(
-    A: Tensor, lefts: tuple[Tensor, Tensor], rights: tuple[Tensor, Tensor]
-) -> Tensor:
+def _rank_two(A: Tensor, lefts: tuple[Tensor, Tensor], rights: tuple[Tensor, Tensor]) -> Tensor:
     """`−Σ left rightᵀ` in the shape of `A`."""
     if A.dim() != 3 or lefts[0].dim() != 2:
         first, second = rights

@@ -42,7 +42,7 @@ _PLANS = (Plan(128, 2, 3), Plan(48, 2, 4), Plan(8, 3, 5))
 
 
 def planned(shape: torch.Size, device: torch.device) -> Plan:
-    """The plan for coefficients of this shape: few operations on a device, few numbers elsewhere."""
+    """The plan for coefficients of this shape: few operations on a device, few numbers on a CPU."""
     plans = _PLANS[2:] if device.type == "cpu" else _PLANS
     return next((x for x in plans if x.points * shape.numel() <= _MOST), plans[-1])
 

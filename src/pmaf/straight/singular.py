@@ -1,6 +1,7 @@
-"""Singular vectors and triplets from one decomposition of `AᴴWA`, and their derivatives.
+"""Singular vectors and triplets from one batched decomposition, and their derivatives.
 
-In float64 the Gram matrix of numbers that float32 holds loses nothing. For other numbers one step
+In float64 the Gram matrix of numbers that float32 holds loses nothing. Small matrices of other
+numbers are decomposed themselves, as there are batched kernels for that. For large ones a step
 takes the residual from `A` itself, and the length of that step proves the result: it is about the
 relative error of the Gram matrix where it matters. Rows are all right singular vectors,
 `(*, n, n)`, and squares those of all singular values, `(*, n)`, in ascending order.
@@ -19,12 +20,30 @@ from pmaf.gradients.singular import pulled
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import norm
 from pmaf.linalg.roundings import LOOSE
-from pmaf.linalg.singular import accuracy, rooted
+from pmaf.linalg.singular import accuracy, rooted, singular_basis
 from pmaf.straight.eigenvectors import end, factors
 from pmaf.straight.evidence import Evidence, where_proved
 
+# The most rows and columns of matrices that cuSOLVER decomposes into singular vectors all together;
+# larger ones it takes one after the other.
+BATCHED_SVD = 32
 # Of a smaller singular value, relative to the largest, `Av/σ` has too few digits.
 SMALL = 1e-3
+
+
+class Form(NamedTuple):
+    """What a program depends on besides tensors."""
+
+    k: int
+    largest: bool
+    single: bool  # whether the numbers have the digits of float32, and are in float64
+    signed: bool  # whether signs or phases are chosen, so that sums of components are positive
+    by_left: bool = False  # whether these are sums of left vectors, and not of right ones
+
+    def end(self, x: Tensor) -> Tensor:
+        """The k entries of the requested end, that end first."""
+        n = x.shape[-1]
+        return x[..., n - self.k :].flip(-1) if self.largest else x[..., : self.k]
 
 
 class Right(NamedTuple):
@@ -48,26 +67,23 @@ class Both(NamedTuple):
     evidence: Evidence
 
 
-def right_vectors(
-    A: Tensor, weights: Tensor | None, k: int, largest: bool, single: bool, signed: bool
-) -> Right:
-    """k right singular vectors of `√W A`.
-
-    Args:
-        single: whether the numbers have the digits of float32, and are in float64.
-        signed: whether signs or phases are chosen, so that sums of components are positive.
-    """
+def right_vectors(A: Tensor, weights: Tensor | None, form: Form) -> Right:
+    """k right singular vectors of `√W A`."""
+    single = form.single
     # A weight below zero makes nan of everything.
-    root = rooted(A, weights)
-    squares, vectors = eigh(root.mH @ root)
-    every = vectors.mT
-    # Squares of zero are rounding, which may be negative.
-    values = squares.clamp_min(0).sqrt()
-    rows, found = end(every, values, k, largest)
-    size, proved = squares[..., -1], None
-    if not single:
-        rows, found, proved = _refined(root, rows, found, every, values)
-    if signed:
+    root, proved = rooted(A, weights), None
+    exact = not single and max(A.shape[-2:]) <= BATCHED_SVD
+    if exact:
+        every, values = (x.flip(-1 - i) for i, x in zip((1, 0), singular_basis(root)))
+        size = values[..., -1].square()
+    else:
+        squares, vectors = eigh(root.mH @ root)
+        # Squares of zero are rounding, which may be negative.
+        every, values, size = vectors.mT, squares.clamp_min(0).sqrt(), squares[..., -1]
+    rows, found = end(every, values, form.k, form.largest)
+    if not (single or exact):
+        rows, found, proved = _refined(root, rows, every, values, form)
+    if form.signed and not form.by_left:
         factor, known = factors(rows)
         rows = rows * factor
         if known is not None:
@@ -79,61 +95,56 @@ def right_vectors(
 
 
 def _refined(
-    A: Tensor, rows: Tensor, found: Tensor, every: Tensor, values: Tensor
+    A: Tensor, rows: Tensor, every: Tensor, values: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and their values after one step towards singular vectors of `A`, and where it is small."""
+    """Rows and values after one step towards singular vectors of `A`, and where it is small."""
     image = (rows @ A.mT) @ A.conj()
-    step = (image @ every.mH / _rises(found, values, False)) @ every
+    step = (image @ every.mH / _rises(values, form)) @ every
     rows = rows + step
     rows = rows / norm(rows).unsqueeze(-1)
     small = (norm(step) <= LOOSE * torch.finfo(values.dtype).eps).all(-1)
     return rows, norm(rows @ A.mT), small
 
 
-def _rises(found: Tensor, values: Tensor, single: bool) -> Tensor:
-    """`σⱼ² − σᵢ²`, `(*, k, n)`, infinite where the two are equal, so that there is no coupling."""
-    one, other = found.unsqueeze(-1), values.unsqueeze(-2)
+def _rises(values: Tensor, form: Form) -> Tensor:
+    """`σⱼ² − σᵢ²`, `(*, k, n)`, infinite where the two are equal, so that there is no coupling.
+
+    Both are those of the decomposition, so that each value is equal to itself.
+    """
+    one, other = form.end(values).unsqueeze(-1), values.unsqueeze(-2)
     difference = one - other
-    equal = difference.abs() <= accuracy(values.dtype, single) * values[..., -1:].unsqueeze(-1)
+    equal = difference.abs() <= accuracy(values.dtype, form.single) * values[..., -1:].unsqueeze(-1)
     return (difference * (one + other)).masked_fill_(equal, math.inf)
 
 
 def pull_right(
     tensors: Sequence[Tensor],
     rows: Tensor,
-    values: Tensor,
     every_row: Tensor,
     every_value: Tensor,
     v: Tensor,
-    single: bool,
+    form: Form,
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """The gradients of `A`, and of weights if there are any, given that of rows."""
-    z = (v @ every_row.mH / _rises(values, every_value, single)) @ every_row
+    z = (v @ every_row.mH / _rises(every_value, form)) @ every_row
     return pulled(z, rows, tuple(tensors), needs)
 
 
-def triplets(
-    A: Tensor, k: int, largest: bool, single: bool, signed: bool, by_left: bool
-) -> Both:
-    """k singular triplets of a matrix with at least as many rows as columns.
-
-    Args:
-        by_left: whether the sums of components of left vectors are positive, and not those of
-            right ones.
-    """
-    found = right_vectors(A, None, k, largest, single, signed and not by_left)
+def triplets(A: Tensor, form: Form) -> Both:
+    """k singular triplets of a matrix with at least as many rows as columns."""
+    found = right_vectors(A, None, form)
     rows = found.rows
     images = rows @ A.mT
     values = norm(images)
     left = images / values.unsqueeze(-1)
     # Of a smaller singular value the image has too few digits for a left vector.
     numbers = values / found.every_value[..., -1:]
-    if signed and by_left:  # both vectors have one sign or phase
+    if form.signed and form.by_left:  # both vectors have one sign or phase
         factor, known = factors(left)
         rows, left = rows * factor, left * factor
         numbers = numbers if known is None else where_proved(known.unsqueeze(-1), numbers)
-    if not single or A.is_complex():
+    if not form.single or A.is_complex():
         before = found.evidence
         numbers = numbers + before.marks(before.numbers.dim()).unsqueeze(-1)
     evidence = Evidence(numbers, SMALL, zero=False)
@@ -145,8 +156,7 @@ def pull_triplets(
     found: tuple[Tensor, Tensor, Tensor],
     every: tuple[Tensor, Tensor],
     incoming: Sequence[Tensor | None],
-    single: bool,
-    by_left: bool,
+    form: Form,
 ) -> Tensor:
     """The gradient of `A`, given those of right vectors, values and left vectors, all as rows.
 
@@ -155,33 +165,32 @@ def pull_triplets(
     """
     (right, values, left), (g, d_values, g_left) = found, incoming
     column = values.unsqueeze(-1)
-    side = None if d_values is None else d_values.unsqueeze(-1) * left
+    side = None if d_values is None else d_values.unsqueeze(-1).to(left.dtype)
     if A.is_complex():
-        fixed = left if by_left else right
+        fixed = left if form.by_left else right
         pairs = ((x, y) for x, y in ((g, right), (g_left, left)) if x is not None)
         along = sum((x.conj() * y).sum(-1, keepdim=True).imag for x, y in pairs)
         if isinstance(along, Tensor):
             turn = along / fixed.sum(-1, keepdim=True).real
             turn = torch.complex(torch.zeros_like(turn), turn)
-            if by_left:
+            if form.by_left:
                 g_left = turn if g_left is None else g_left + turn
                 g_left = g_left.expand_as(left)
             else:
                 g = turn.expand_as(right) if g is None else g + turn
     if g_left is not None:
         along = (g_left.conj() * left).real.sum(-1, keepdim=True)
-        h = (g_left - along * left) / column
-        side = h if side is None else side + h
+        h = torch.addcmul(g_left, along.to(left.dtype), left, value=-1) / column
+        side = h if side is None else torch.addcmul(h, side, left)
         back = h @ A.conj()
         g = back if g is None else g + back
+    elif side is not None:
+        side = side * left
     if g is None:
         assert side is not None
         return side.mT @ right.conj()
     every_row, every_value = every
-    z = (g @ every_row.mH / _rises(values, every_value, single)) @ every_row
+    z = (g @ every_row.mH / _rises(every_value, form)) @ every_row
     rows = z @ A.mT
     rows = rows if side is None else rows + side
     return torch.cat([rows, column * left], -2).mT @ torch.cat([right, z], -2).conj()
-
-
-

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pmaf.runtime.modes import plain
+from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.saved import restored, save
 from pmaf.tangent.kept import NOTHING, Kept
 
@@ -135,7 +135,7 @@ class _TangentSolve(torch.autograd.Function):
         state = State(shift_value, gap, kind(*kept[: len(kind._fields)]) if same else NOTHING)
         tensors = _given(first, second)
         (incoming,) = grads
-        with torch.autocast(first.device.type, enabled=False):
+        with full_precision(first.device):
             w = tangent_solve(system, incoming, y, tensors, shift, state)
             nu = (v - system.product(z, tensors, shift)) @ y.mT
             omega = (incoming - system.product(w, tensors, shift)) @ y.mT

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pmaf.linalg.products import dot, one_if_zero
 from pmaf.linalg.roundings import merge_tolerance
-from pmaf.runtime.modes import plain
+from pmaf.runtime.modes import full_precision, plain
 from pmaf.runtime.saved import restored, save
 from pmaf.tangent.basis import TangentSolver
 
@@ -167,7 +167,7 @@ class _KKTSolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (v, _, y, multiplier, A, M, weights, *parts, z, nu), _ = restored(ctx)
         system, point, tensors = ctx.system, Point(*parts), (A, M, weights)
-        with torch.autocast(v.device.type, enabled=False):
+        with full_precision(v.device):
             acts, singular = point.acts, point.singular
             d_z, d_nu = grads[0], torch.where(acts, grads[1], 0)
 

@@ -65,11 +65,13 @@ def conjugate_residuals(
     slope = dot(near, image)
     products = 1
     mark = size
+    look = 1 if right.is_cpu else _FIRST_LOOK
     while True:
+        looked = products >= look or products >= limit
         # The residual, and the size that its rounding error is relative to.
         left, floor = system.left(rest, near), size + largest * system.length(z)
         done = left <= torch.maximum(ROUNDED * eps * floor, tolerance * size)
-        if metric is not None and (~done & (left <= eps ** (1 / 3) * mark)).any():
+        if metric is not None and looked and (~done & (left <= eps ** (1 / 3) * mark)).any():
             assert inverse is not None
             near = system.clear(inverse(rest))
             image = system(near)
@@ -78,8 +80,10 @@ def conjugate_residuals(
             mark = left = system.left(rest, near)
         # Where the matrix is zero along the residual, no step reduces the residual.
         flat = ~(slope > ROUNDED * eps * largest * system.square(rest, near))  # or it is nan
-        if products >= limit or agreed((done | flat).all(-1)):
+        if products >= limit or (looked and agreed((done | flat).all(-1))):
             break
+        if looked and not right.is_cpu:
+            look = 2 * products  # rows that are done stay as they are
         turned = ahead if inverse is None else system.clear(inverse(ahead))
         square = dot(ahead, turned)
         moving = ~(done | flat) & (square > 0)
@@ -99,6 +103,11 @@ def conjugate_residuals(
     rounding = 1.0 if metric is None else metric.rounding
     judgement = judged(left, size, largest, system.length(z), rounding)
     return Solved(z * back, *judgement, products + 1)
+
+
+# The number of products before the host looks whether a device is done, and waits for it; from then
+# on it looks whenever that number has doubled.
+_FIRST_LOOK = 8
 
 
 class System:
