@@ -2,8 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What runs a second time without compiled kernels, as it would on a machine without a compiler.
 PLAIN := tests/test_ied_small.py tests/test_ied_solution.py tests/test_ied_repeated.py tests/test_less_solution.py tests/test_less_traps.py tests/test_range.py
+# Tests of values and gradients that run once more with the layers on a pretend device, without the
+# compiled kernels: all of them as they are, and fewer with each of its options.
+DEVICE := tests/test_definite.py tests/test_force.py tests/test_general.py tests/test_ied_repeated.py tests/test_ied_small.py tests/test_ied_traps.py tests/test_less_errors.py tests/test_less_hard_cases.py tests/test_less_solution.py tests/test_less_traps.py tests/test_nonfinite.py tests/test_projector.py tests/test_range.py tests/test_references.py tests/test_singular.py tests/test_spectral.py tests/test_symmetry.py
+DEVICE_OPTIONS := tests/test_definite.py tests/test_ied_small.py tests/test_less_hard_cases.py tests/test_nonfinite.py tests/test_references.py tests/test_symmetry.py
 
-.PHONY: demo test test-plain test-sanitized test-clients test-long test-portable test-versions mutants bench docs gallery lint format clean
+.PHONY: demo test test-device test-plain test-sanitized test-clients test-long test-portable test-versions mutants bench docs gallery lint format clean
 
 demo: .venv/ready
 	$(BIN)/pmaf reproduce --quick
@@ -14,6 +18,12 @@ test: lint
 
 test-plain: .venv/ready
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not gallery"
+
+test-device: .venv/ready
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend $(DEVICE)
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend --tf32 $(DEVICE_OPTIONS)
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend --no-doubles $(DEVICE_OPTIONS)
+	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend --default-device $(DEVICE_OPTIONS)
 
 test-sanitized: .venv/ready
 	$(BIN)/python -m tests.sanitized
