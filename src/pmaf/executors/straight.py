@@ -19,6 +19,7 @@ from pmaf.autograd.eager import may_compile
 from pmaf.autograd.node import Saved, attach_solved
 from pmaf.executors.base import IMPLICIT, Account, Common, Executor, records, solved_again
 from pmaf.executors.singular import Triplets
+from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.checks import looks
 from pmaf.runtime.log import took
@@ -71,7 +72,7 @@ class StraightEigenvectors(Executor):
     def __init__(self, problem: Any, signed: bool, pair: bool = False) -> None:
         names = ("A", "M") if pair else ("A",)
         super().__init__(problem, names, "pairs: straight" if pair else "ied: straight")
-        self.columns, self.signed = problem.k is not None, signed
+        self.columns, self.signed, self.looked = problem.k is not None, signed, False
         self.program: Any = eigenvectors.of_pair if pair else eigenvectors.of_matrix
         self.reverse: Any = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
 
@@ -80,6 +81,9 @@ class StraightEigenvectors(Executor):
 
     def solve(self, tensors: Tensors) -> Found | None:
         given, problem = [tensors[name] for name in self.names], self.problem
+        if not self.looked and looks(given[0]):
+            self.looked = True
+            look_at_symmetry(given[0])
         form = problem.k or 1, problem.largest, self.signed
         found = _run(self.program, *(x.detach() for x in given), *form)
         if found is None:

@@ -44,9 +44,8 @@ def references(like: Tensor) -> tuple[Tensor, Tensor]:
     All ones is the paper's choice. Structured vectors such as `(1, −1, 0, …)` are
     orthogonal to it, so the second direction has no structure.
     """
-    n = like.shape[-1]
-    index = torch.arange(n, dtype=like.dtype, device=like.device)
-    return torch.ones_like(index), torch.cos(index + 1)
+    second = second_reference(like)
+    return torch.ones_like(second), second
 
 
 def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
@@ -61,6 +60,8 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
     Where the product or the component is zero up to rounding, the paper keeps the solver's sign;
     here the product with a fixed direction is positive, so that the sign is reproducible.
     """
+    if not (rows.is_cpu or isinstance(reference, str)) and plain(rows):
+        return _signs_on_device(rows.detach(), reference)
     if reference is None:
         return _default_signs(rows)
     rows = rows.detach()
@@ -73,18 +74,36 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
         chosen, size = (rows * reference).sum(-1), norm(reference)
     else:
         chosen, size = rows[..., reference], 1.0
-    rounding = merge_tolerance(rows.dtype) * size
-    if plain(rows) and not rows.is_cpu:
-        # Nothing is asked of a device: a reference that is not finite makes nan of the sign.
-        _, second = references(rows)
-        return torch.where(chosen.abs() <= rounding, rows @ second, chosen).sgn()
-    known = chosen.abs() > rounding
+    known = chosen.abs() > merge_tolerance(rows.dtype) * size
     if plain(rows) and bool(known.all()):
         return chosen.sgn()
     if plain(rows) and isinstance(reference, Tensor):
         require_finite(reference=(reference, 1))
     both, one, _ = _references(rows)
     return torch.copysign(one, torch.where(known, chosen, (rows * both[:, 1]).sum(-1)))
+
+
+def _signs_on_device(rows: Tensor, reference: Tensor | int | None) -> Tensor:
+    """The signs, by few operations and without a question to the device.
+
+    A little of the second direction is added to the reference. It decides where the product with
+    that is rounding, and elsewhere has no effect. A reference that is not finite makes nan of a
+    sign.
+    """
+    share = 4 * merge_tolerance(rows.dtype)
+    second = second_reference(rows)
+    if isinstance(reference, Tensor):
+        size = norm(reference).unsqueeze(-1)
+        return (rows * torch.addcmul(reference, size, second, value=share)).sum(-1).sgn()
+    flat = rows.flatten(0, -2) if rows.dim() > 1 else rows.unsqueeze(0)
+    first = flat.sum(-1) if reference is None else flat[:, reference]
+    return torch.addmv(first, flat, second, alpha=share).sgn().reshape(rows.shape[:-1])
+
+
+def second_reference(like: Tensor) -> Tensor:
+    """The second of the `references`, which has no structure, `(n,)`."""
+    n = like.shape[-1]
+    return torch.arange(1, n + 1, dtype=like.dtype, device=like.device).cos_()
 
 
 def _one_signed(x: Tensor) -> Tensor:

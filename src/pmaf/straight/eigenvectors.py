@@ -65,7 +65,7 @@ def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vector
     rest = norm(torch.addcmul(every @ A.mT, column, every @ M.mT, value=-1))
     size, mass = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in (A, M))
     numbers = rest / (torch.addcmul(size, values.abs(), mass) * norm(every))
-    proved = info.unsqueeze(-1) == 0
+    proved = (info.unsqueeze(-1) == 0) & (mass < math.inf)
     if signed:
         factor, known = factors(rows, norm(rows))
         rows = rows * factor

@@ -9,12 +9,14 @@ largest eigenvalue is one. `Method` says how.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import matvec, norm, outer_sum, rmatvec
 from pmaf.linalg.roundings import LOOSE, NOISE, rank_tolerance, square_range
@@ -91,9 +93,8 @@ def minimum(data: Data, kind: Kind) -> Minimum:
     if kind.method is Method.REFINED:
         level = NOISE * eps
     tied = norm(c * flat).unsqueeze(-1) <= level * norm(scaled).unsqueeze(-1)
-    n = spread.shape[-1]
-    ones = torch.arange(1, n + 1, dtype=dtype, device=A.device).pow_(_SKEW)
-    inside = rmatvec(vectors, secular.LEAST * ones)
+    toward = sphere.second_reference(spread).mul_(_SHARE * secular.LEAST).add_(secular.LEAST)
+    inside = rmatvec(vectors, toward)
     x, t = secular.root(spread, torch.where(tied & flat, inside, c), kind.method is Method.PROMOTED)
     acts = None
     if kind.ball:
@@ -111,6 +112,9 @@ def minimum(data: Data, kind: Kind) -> Minimum:
     if kind.method is not Method.PROMOTED:
         step = _step(A, b, vectors, spread, flat, t, x, over, acts)
         x, small = x + step, norm(step) <= kind.method.value * eps
+        # Squares of a smaller b underflow.
+        largest = torch.linalg.vector_norm(scaled, math.inf, -1)
+        small = small & ((largest == 0) | (largest > square_range(dtype)[0]))
         proved = small if proved is None else proved & small
     length = norm(x).unsqueeze(-1)
     x = x / length if acts is None else torch.where(acts, x / length, x)
@@ -163,9 +167,9 @@ def _decomposed(
     return over, vectors, s, rise * (s + lowest), c, scaled
 
 
-# The exponent that makes numbers from one on nearly ones: a direction that no structured vector is
-# orthogonal to, and that differs from all ones by less than matters.
-_SKEW = 1e-12
+# Of a direction without structure, beside all ones: it decides where these are orthogonal to the
+# lowest eigenspace, up to the rounding of the data.
+_SHARE = 1e-8
 
 
 def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -178,10 +182,12 @@ def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tens
     if M is not None and kind.diagonal:
         root = M.sqrt()
         A = A / root.unsqueeze(-2)
+        proved = root.sum(-1) < math.inf
     elif M is not None:
         root, info = cholesky(0.5 * (M + M.mT))
         A = torch.linalg.solve_triangular(root.mT, A, upper=True, left=False)
-        proved = info == 0
+        # An infinite entry of M makes a finite solution, as its inverse is zero.
+        proved = (info == 0) & (M.sum((-2, -1)) < math.inf)
     if radius is not None:
         b = b / radius.unsqueeze(-1)
         proved = radius > 0 if proved is None else proved & (radius > 0)
