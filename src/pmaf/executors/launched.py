@@ -61,7 +61,7 @@ class LaunchedEigenvectors(LaunchedExecutor):
         A, problem = tensors["A"], self.problem
         recorded = records(A)
         values, vectors, kept = calls.eigenvectors(A, problem.k, problem.largest, recorded)
-        took(self.way)
+        took("ied: launched")
         if kept is None:
             return vectors, values
         return attach_solved(self, (vectors, values), (kept,), A)
@@ -106,7 +106,7 @@ class LaunchedNullVectors(LaunchedExecutor):
     def solve(self, tensors: Tensors) -> Found | None:
         given = [tensors[name] for name in self.names]
         values, vectors, kept = self._solved(given, records(*given))
-        took(self.way)
+        took("singular: launched")
         if kept is None:
             return vectors, values
         return attach_solved(self, (vectors, values), (kept,), *given)
@@ -155,7 +155,7 @@ class LaunchedLeastSquares(LaunchedExecutor):
         A, b = tensors["A"], tensors["b"]
         recorded = records(A, b)
         u, multiplier, kept = calls.least_squares(A, b, recorded)
-        took(self.way)
+        took("less: launched")
         if kept is None:
             return u, multiplier
         return attach_solved(self, (u, multiplier), (kept,), A, b)
