@@ -36,6 +36,14 @@ def test_directions_of_a_device_are_not_kept():
     assert sphere.known_references.cache_info().currsize == 1
 
 
+def test_directions_of_a_device_are_those_of_the_cpu(monkeypatch):
+    rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    wanted = sphere._references(rows)
+    monkeypatch.setattr(sphere, "plain", lambda x: False)
+    for x, y in zip(sphere._references(rows), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_what_is_kept_can_be_differentiated_after_inference():
     fixed_rows.clear()
     with torch.inference_mode():
