@@ -20,6 +20,8 @@ test-plain: .venv/ready
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not gallery"
 
 test-device: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(BIN)/python -m pytest tests/test_launched.py
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend $(DEVICE)
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend --tf32 $(DEVICE_OPTIONS)
 	PMAF_NATIVE=0 $(BIN)/python -m pytest -n 2 --device pretend --no-doubles $(DEVICE_OPTIONS)

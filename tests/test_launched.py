@@ -1,7 +1,7 @@
 """Kernels of one launch a pass, in Triton's interpreter on a CPU.
 
 Triton is not among the packages that tests install, because torch for a CPU does not come with it:
-`pip install --no-deps --constraint constraints.txt triton` adds it. These tests run in a process of
+`pip install --no-deps triton==3.9.0` adds it. These tests run in a process of
 their own, for the variables that Triton reads when it is imported.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="Triton is missing: pip install --no-deps --constraint constraints.txt triton",
+    reason="Triton is missing: pip install --no-deps triton==3.9.0",
 )
 
 
