@@ -26,6 +26,7 @@ from pmaf.runtime.log import took
 from pmaf.solvers.auto import BATCHED, BATCHED_GRAM, BATCHED_MINIMUM
 from pmaf.straight import eigenvectors, least_squares, singular
 from pmaf.straight.evidence import Evidence
+from pmaf.straight.form import Form
 from pmaf.tangent.kept import Basis, Kept, Whole
 
 _DERIVATIVE = (
@@ -72,7 +73,8 @@ class StraightEigenvectors(Executor):
     def __init__(self, problem: Any, signed: bool, pair: bool = False) -> None:
         names = ("A", "M") if pair else ("A",)
         super().__init__(problem, names, "pairs: straight" if pair else "ied: straight")
-        self.columns, self.signed, self.looked = problem.k is not None, signed, False
+        self.columns, self.looked = problem.k is not None, False
+        self.form = Form(problem.k or 1, problem.largest, signed)
         self.program: Any = eigenvectors.of_pair if pair else eigenvectors.of_matrix
         self.reverse: Any = eigenvectors.pull_pair if pair else eigenvectors.pull_matrix
 
@@ -80,12 +82,11 @@ class StraightEigenvectors(Executor):
         return Account("Dense(): batched decomposition", BATCHED.reason, Whole.words, _DERIVATIVE)
 
     def solve(self, tensors: Tensors) -> Found | None:
-        given, problem = [tensors[name] for name in self.names], self.problem
+        given = [tensors[name] for name in self.names]
         if not self.looked and looks(given[0]):
             self.looked = True
             look_at_symmetry(given[0])
-        form = problem.k or 1, problem.largest, self.signed
-        found = _run(self.program, *(x.detach() for x in given), *form)
+        found = _run(self.program, *(x.detach() for x in given), self.form)
         if found is None:
             return None
         rows, values = found.rows, found.values
@@ -106,15 +107,16 @@ class StraightEigenvectors(Executor):
         needs: Sequence[bool],
     ) -> native.Gradients:
         if not kept:  # a hook on saved tensors has changed it
-            found = self.program(*tensors, self.problem.k or 1, self.problem.largest, False)
+            found = self.program(*tensors, self.form)
             kept = Whole(found.every_row, found.every_value)
         if not self.columns:
             y, multiplier = y.unsqueeze(-2), multiplier.unsqueeze(-1)
             v = None if v is None else v.unsqueeze(-2)
             d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
-        if v is not None and v.is_complex() and self.signed:
+        if v is not None and v.is_complex() and self.form.signed:
             v = eigenvectors.turned(v, y)
-        return native.Gradients(self.reverse(y, multiplier, *kept, v, d_multiplier), None)
+        found = self.reverse(y, multiplier, *kept, v, d_multiplier, self.form)
+        return native.Gradients(found, None)
 
 
 class StraightLeastSquares(Executor):
@@ -178,7 +180,8 @@ class StraightSingularVectors(Executor):
     ) -> None:
         super().__init__(problem, names, "singular: straight")
         self.columns, self.common = problem.k is not None, common
-        self.form = singular.Form(problem.k or 1, problem.largest, problem.single, signed)
+        apart = common is not None and (problem.k or 1) > 1
+        self.form = Form(problem.k or 1, problem.largest, signed, problem.single, apart)
 
     def account(self, tensors: Tensors) -> Account:
         return Account(_BY_GRAM, BATCHED_GRAM.reason, Whole.words, _DERIVATIVE)
@@ -242,7 +245,8 @@ class StraightTriplets(Triplets):
     ) -> None:
         Executor.__init__(self, problem, ("A",), "singular: straight")
         self.columns, self.common, self.whole, self.paired = columns, common, True, False
-        self.form = singular.Form(problem.width, problem.largest, problem.single, signed, by_left)
+        k, apart = problem.width, problem.width > 1
+        self.form = Form(k, problem.largest, signed, problem.single, apart, by_left)
 
     def account(self, tensors: Tensors) -> Account:
         return Account(_BY_GRAM, BATCHED_GRAM.reason, Whole.words, _DERIVATIVE)

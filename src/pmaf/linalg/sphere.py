@@ -93,7 +93,7 @@ def _signs_on_device(rows: Tensor, reference: Tensor | int | None) -> Tensor:
     share = 4 * merge_tolerance(rows.dtype)
     second = second_reference(rows)
     if isinstance(reference, Tensor):
-        size = norm(reference).unsqueeze(-1)
+        size = norm(reference).unsqueeze(-1).clamp_min(torch.finfo(rows.dtype).tiny ** 0.5)
         return (rows * torch.addcmul(reference, size, second, value=share)).sum(-1).sgn()
     flat = rows.flatten(0, -2) if rows.dim() > 1 else rows.unsqueeze(0)
     first = flat.sum(-1) if reference is None else flat[:, reference]

@@ -14,8 +14,9 @@ from torch import Tensor
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import LOOSE, merge_tolerance, square_range
+from pmaf.linalg.roundings import LOOSE, merge_tolerance, noise_tolerance, square_range
 from pmaf.straight.evidence import Evidence, where_proved
+from pmaf.straight.form import Form
 
 
 class Vectors(NamedTuple):
@@ -28,17 +29,13 @@ class Vectors(NamedTuple):
     evidence: Evidence
 
 
-def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
-    """k eigenvectors of the Hermitian part of each matrix.
-
-    Args:
-        signed: whether signs or phases are chosen, so that sums of components are positive.
-    """
+def of_matrix(A: Tensor, form: Form) -> Vectors:
+    """Eigenvectors of the Hermitian part of each matrix."""
     doubled, vectors = eigh(A + A.mH)
     values, every = 0.5 * doubled, vectors.mT
-    rows, found = end(every, values, k, largest)
+    rows, found = end(every, values, form)
     numbers = torch.linalg.vector_norm(values, math.inf, -1)
-    if signed:
+    if form.signed:
         factor, known = factors(rows)
         rows = rows * factor
         numbers = numbers if known is None else where_proved(known, numbers)
@@ -46,8 +43,8 @@ def of_matrix(A: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
     return Vectors(rows, found, every, values, Evidence(numbers, *square_range(values.dtype)))
 
 
-def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vectors:
-    """k eigenvectors of each pair `Ay = λMy` with `yᴴMy = 1`, of which every row has that length.
+def of_pair(A: Tensor, M: Tensor, form: Form) -> Vectors:
+    """Eigenvectors of each pair `Ay = λMy` with `yᴴMy = 1`, of which every row has that length.
 
     They are proved by the residuals of all eigenvectors in the given variables, since the
     derivative uses all: where `M` is too ill-conditioned for its factor, the evidence fails.
@@ -60,13 +57,13 @@ def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vector
     # Lengths are those in M, of which there is the double.
     vectors = math.sqrt(2) * torch.linalg.solve_triangular(lower.mH, vectors, upper=True)
     every = vectors.mT
-    rows, found = end(every, values, k, largest)
+    rows, found = end(every, values, form)
     column = values.unsqueeze(-1).to(every.dtype)
     rest = norm(torch.addcmul(every @ A.mT, column, every @ M.mT, value=-1))
     size, mass = (torch.linalg.matrix_norm(x).unsqueeze(-1) for x in (A, M))
     numbers = rest / (torch.addcmul(size, values.abs(), mass) * norm(every))
     proved = (info.unsqueeze(-1) == 0) & (mass < math.inf)
-    if signed:
+    if form.signed:
         factor, known = factors(rows, norm(rows))
         rows = rows * factor
         proved = proved if known is None else proved & known.unsqueeze(-1)
@@ -74,14 +71,12 @@ def of_pair(A: Tensor, M: Tensor, k: int, largest: bool, signed: bool) -> Vector
     return Vectors(rows, found, every, values, Evidence(where_proved(proved, numbers), 0, limit))
 
 
-def end(rows: Tensor, values: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
-    """The k rows and values of the requested end, that end first, as new tensors."""
-    n = values.shape[-1]
-    if not largest:
-        return rows[..., :k, :], values[..., :k].clone()
-    if k == 1:
-        return rows[..., n - 1 :, :], values[..., n - 1 :].clone()
-    return rows[..., n - k :, :].flip(-2), values[..., n - k :].flip(-1)
+def end(rows: Tensor, values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """The rows and values of the requested end, that end first, as new tensors."""
+    found = form.end(values)
+    if form.k == 1 or not form.largest:
+        found = found.clone()
+    return form.end(rows.mT).mT, found
 
 
 def factors(rows: Tensor, length: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -119,6 +114,7 @@ def pull_matrix(
     every_value: Tensor,
     v: Tensor | None,
     d_values: Tensor | None,
+    form: Form,
 ) -> tuple[Tensor]:
     """The gradient of the matrix, given those of rows and of values.
 
@@ -127,7 +123,7 @@ def pull_matrix(
     """
     z = None
     if v is not None:
-        z = (v @ every_row.mH / _differences(values, every_value)) @ every_row
+        z = _coupled(v, rows, values, every_row, every_value, form)[0]
     z = _with_values(z, d_values, rows)
     product = z.mT @ rows.conj()
     return (0.5 * (product + product.mH),)
@@ -140,26 +136,52 @@ def pull_pair(
     every_value: Tensor,
     v: Tensor | None,
     d_values: Tensor | None,
+    form: Form,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `A` and `M`, given those of rows and of values.
 
     That of `A` is the one of a matrix. As `(A − λM)y = 0`, that of `M` is the Hermitian part of
-    `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`, less `½ Σ yᵢ yᵢᴴvⱼ yⱼᴴ` over all `i` with `λᵢ = λⱼ`, `j` itself
-    among them: lengths and products of these vectors in `M` are fixed.
+    `−Σ λⱼ (zⱼ + ∂L/∂λⱼ yⱼ) yⱼᴴ`, less half of `Σ yᵢ Nᵢⱼ yⱼᴴ` with the Hermitian part `N` of the
+    products `yᵢᴴvⱼ` of requested vectors: lengths and products of these in `M` are fixed.
     """
-    z = inside = None
+    z = normal = None
     if v is not None:
-        inside, difference = v @ every_row.mH, _differences(values, every_value)
-        alike = torch.where(difference.isinf(), inside, 0)
-        z, inside = (inside / difference) @ every_row, alike @ every_row
+        z, among = _coupled(v, rows, values, every_row, every_value, form)
+        normal = 0.5 * (among + among.mH)
     z = _with_values(z, d_values, rows)
     side = -values.unsqueeze(-1) * z
-    if inside is not None:
-        side = side - 0.5 * inside
+    if normal is not None:
+        side = side - 0.5 * normal @ rows
     both = torch.stack([z, side], -3).mT @ rows.conj().unsqueeze(-3)
     whole = 0.5 * (both + both.mH)
     dA, dM = whole.unbind(-3)
     return dA, dM
+
+
+def _coupled(
+    v: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    every_row: Tensor,
+    every_value: Tensor,
+    form: Form,
+) -> tuple[Tensor, Tensor]:
+    """`Σ yᵢ yᵢᴴvⱼ/(λⱼ − λᵢ)`, and the products `yᵢᴴvⱼ` of the requested vectors, `(*, k, k)`.
+
+    Only the skew-Hermitian part of the latter couples two vectors: quotients of the other one
+    cancel, and would leave their rounding errors where eigenvalues nearly repeat. For a function of
+    the span of the vectors the skew part is zero, so that its rounding is, too.
+    """
+    difference = _differences(values, every_value)
+    inside, among = v @ every_row.mH, v @ rows.mH
+    if form.k == 1:
+        return (inside / difference) @ every_row, among
+    form.of(inside).zero_()
+    turn, length = 0.5 * (among - among.mH), norm(v)
+    size = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2)) * norm(rows).unsqueeze(-2)
+    turn = turn * (turn.abs() > noise_tolerance(v.dtype) * size)
+    z = (inside / difference) @ every_row + (turn / form.end(difference)) @ rows
+    return z, among
 
 
 def _differences(values: Tensor, every_value: Tensor) -> Tensor:

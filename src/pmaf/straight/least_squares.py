@@ -92,7 +92,8 @@ def minimum(data: Data, kind: Kind) -> Minimum:
     level = torch.rsub(lowest, NOISE * eps, alpha=-NOISE * digits)
     if kind.method is Method.REFINED:
         level = NOISE * eps
-    tied = norm(c * flat).unsqueeze(-1) <= level * norm(scaled).unsqueeze(-1)
+    pull = norm(c * flat).unsqueeze(-1)
+    tied = pull <= level * norm(scaled).unsqueeze(-1)
     toward = sphere.second_reference(spread).mul_(_SHARE * secular.LEAST).add_(secular.LEAST)
     inside = rmatvec(vectors, toward)
     x, t = secular.root(spread, torch.where(tied & flat, inside, c), kind.method is Method.PROMOTED)
@@ -115,6 +116,10 @@ def minimum(data: Data, kind: Kind) -> Minimum:
         # Squares of a smaller b underflow.
         largest = torch.linalg.vector_norm(scaled, math.inf, -1)
         small = small & ((largest == 0) | (largest > square_range(dtype)[0]))
+        if kind.method is Method.REFINED:
+            # Where the place of a coefficient was taken in a hard case, it may have been more than
+            # rounding of singular vectors.
+            small = small & ~((tied & (pull > 0)).squeeze(-1) & (t <= _ACROSS))
         proved = small if proved is None else proved & small
     length = norm(x).unsqueeze(-1)
     x = x / length if acts is None else torch.where(acts, x / length, x)
@@ -190,7 +195,8 @@ def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tens
         proved = (info == 0) & (M.sum((-2, -1)) < math.inf)
     if radius is not None:
         b = b / radius.unsqueeze(-1)
-        proved = radius > 0 if proved is None else proved & (radius > 0)
+        positive = (radius > 0) & (radius < math.inf)
+        proved = positive if proved is None else proved & positive
     elif kind.length != 1:
         b = b / kind.length
     return A, b, root, proved

@@ -19,31 +19,17 @@ from torch import Tensor
 from pmaf.gradients.singular import pulled
 from pmaf.linalg.decompositions import eigh
 from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import LOOSE
+from pmaf.linalg.roundings import LOOSE, square_range
 from pmaf.linalg.singular import accuracy, rooted, singular_basis
 from pmaf.straight.eigenvectors import end, factors
 from pmaf.straight.evidence import Evidence, where_proved
+from pmaf.straight.form import Form
 
 # The most rows and columns of matrices that cuSOLVER decomposes into singular vectors all together;
 # larger ones it takes one after the other.
 BATCHED_SVD = 32
 # Of a smaller singular value, relative to the largest, `Av/σ` has too few digits.
 SMALL = 1e-3
-
-
-class Form(NamedTuple):
-    """What a program depends on besides tensors."""
-
-    k: int
-    largest: bool
-    single: bool  # whether the numbers have the digits of float32, and are in float64
-    signed: bool  # whether signs or phases are chosen, so that sums of components are positive
-    by_left: bool = False  # whether these are sums of left vectors, and not of right ones
-
-    def end(self, x: Tensor) -> Tensor:
-        """The k entries of the requested end, that end first."""
-        n = x.shape[-1]
-        return x[..., n - self.k :].flip(-1) if self.largest else x[..., : self.k]
 
 
 class Right(NamedTuple):
@@ -75,12 +61,12 @@ def right_vectors(A: Tensor, weights: Tensor | None, form: Form) -> Right:
     exact = not single and max(A.shape[-2:]) <= BATCHED_SVD
     if exact:
         every, values = (x.flip(-1 - i) for i, x in zip((1, 0), singular_basis(root)))
-        size = values[..., -1].square()
     else:
         squares, vectors = eigh(root.mH @ root)
         # Squares of zero are rounding, which may be negative.
-        every, values, size = vectors.mT, squares.clamp_min(0).sqrt(), squares[..., -1]
-    rows, found = end(every, values, form.k, form.largest)
+        every, values = vectors.mT, squares.clamp_min(0).sqrt()
+    rows, found = end(every, values, form)
+    numbers = values[..., -1]
     if not (single or exact):
         rows, found, proved = _refined(root, rows, every, values, form)
     if form.signed and not form.by_left:
@@ -88,10 +74,13 @@ def right_vectors(A: Tensor, weights: Tensor | None, form: Form) -> Right:
         rows = rows * factor
         if known is not None:
             proved = known if proved is None else proved & known
-    numbers = size if proved is None else where_proved(proved, size)
-    high = torch.finfo(values.dtype).max * torch.finfo(values.dtype).eps
-    low = 0.0 if single else torch.finfo(values.dtype).tiny / torch.finfo(values.dtype).eps
-    return Right(rows, found, every, values, Evidence(numbers, low, high))
+    if form.apart:
+        distance = form.end(values).diff(dim=-1).abs()
+        several = (distance > accuracy(values.dtype, single) * values[..., -1:]).all(-1)
+        proved = several if proved is None else proved & several
+    if proved is not None:
+        numbers = where_proved(proved, numbers)
+    return Right(rows, found, every, values, Evidence(numbers, *square_range(values.dtype)))
 
 
 def _refined(
@@ -144,9 +133,11 @@ def triplets(A: Tensor, form: Form) -> Both:
         factor, known = factors(left)
         rows, left = rows * factor, left * factor
         numbers = numbers if known is None else where_proved(known.unsqueeze(-1), numbers)
-    if not form.single or A.is_complex():
-        before = found.evidence
+    before = found.evidence
+    if not form.single:  # squares may leave the range
         numbers = numbers + before.marks(before.numbers.dim()).unsqueeze(-1)
+    elif form.apart or A.is_complex():  # what is not proved is infinite
+        numbers = numbers * (before.numbers / before.numbers).unsqueeze(-1)
     evidence = Evidence(numbers, SMALL, zero=False)
     return Both(rows, values, left, found.every_row, found.every_value, evidence)
 

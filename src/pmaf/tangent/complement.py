@@ -75,7 +75,8 @@ class Complement(Step):
             A, shift, y = fixed
             rows = v.movedim(axes[-1] or 0, -3)
             shifts = shift.unsqueeze(-2).expand(*rows.shape[:-1]).flatten(-2)
-            (z,) = solve(call, A, shifts, y, rows.flatten(-3, -2).contiguous())
+            flat = rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+            (z,) = solve(call, A, shifts, y, flat.contiguous())
             return [z.unflatten(-2, rows.shape[-3:-1])], (z.dim() - 2,)
         moved = [x.unsqueeze(0) if i is None else x.movedim(i, 0) for x, i in zip(tensors, axes)]
         *fixed, v = moved
