@@ -425,7 +425,9 @@ def _way_on_device(
         return Recipe(tuple(steps), LaunchedNullVectors(posed.bare(), names))
     common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
     bare, complexes = posed.bare().changed(single=single), common if A.is_complex() else None
-    return Recipe(tuple(steps), StraightSingularVectors(bare, names, not signs, complexes))
+    # What the common path finds again has phases of its own, which these have to be.
+    signed = A.is_complex() or not signs
+    return Recipe(tuple(steps), StraightSingularVectors(bare, names, signed, complexes))
 
 
 def doubled(dtype: torch.dtype, device: torch.device) -> tuple[list[Reduction], bool]:

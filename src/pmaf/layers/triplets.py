@@ -175,17 +175,20 @@ def _straight_way(posed: PrincipalTriplets, device: torch.device) -> Recipe | No
     if A.numel() == 0 or (A.is_complex() and posed.width > 1):
         return None
     steps, single = doubled(A.dtype, device)
-    signs = signs_of(posed)
+    signs, wide = signs_of(posed), A.shape[-2] < A.shape[-1]
+    if A.is_complex() and wide and not signs:
+        signs = [Sign(k is None, False, True, False)]
     steps += signs
     if posed.flipped:
         steps.append(End(0, True, False))
-    wide = A.shape[-2] < A.shape[-1]
     if wide:
         steps.append(Wide())
     bare = posed.bare().changed(k=posed.width, single=single)
     common = functools.partial(_solve_commonly, k=k, largest=posed.largest)
     complexes = common if A.is_complex() else None
-    executor = StraightTriplets(bare, k is not None, not signs, wide, complexes)
+    # What the common path finds again has phases of its own, which these have to be.
+    signed, by_left = A.is_complex() or not signs, wide and not A.is_complex()
+    executor = StraightTriplets(bare, k is not None, signed, by_left, complexes)
     return Recipe(tuple(steps), executor)
 
 

@@ -177,9 +177,11 @@ def _coupled(
     if form.k == 1:
         return (inside / difference) @ every_row, among
     form.of(inside).zero_()
-    turn, length = 0.5 * (among - among.mH), norm(v)
+    # A bound of the lengths of v, whose squares may overflow.
+    turn, noise = 0.5 * (among - among.mH), noise_tolerance(v.dtype) * v.shape[-1] ** 0.5
+    length = noise * torch.linalg.vector_norm(v, math.inf, -1)
     size = torch.maximum(length.unsqueeze(-1), length.unsqueeze(-2)) * norm(rows).unsqueeze(-2)
-    turn = turn * (turn.abs() > noise_tolerance(v.dtype) * size)
+    turn = turn * (turn.abs() > size)
     z = (inside / difference) @ every_row + (turn / form.end(difference)) @ rows
     return z, among
 

@@ -88,10 +88,11 @@ def minimum(data: Data, kind: Kind) -> Minimum:
     lowest, flat = s[..., :1], spread == 0
     # Of a coefficient in the lowest eigenspace as small as rounding only the place is taken, by a
     # direction that does not depend on the basis of the space.
-    digits = torch.finfo(torch.float32).eps if kind.method is Method.PROMOTED else eps
-    level = torch.rsub(lowest, NOISE * eps, alpha=-NOISE * digits)
-    if kind.method is Method.REFINED:
-        level = NOISE * eps
+    level: Tensor | float = NOISE * eps
+    if kind.method is Method.PROMOTED:
+        level = torch.rsub(lowest, level, alpha=-NOISE * torch.finfo(torch.float32).eps)
+    elif kind.method is Method.EXACT:
+        level = level * lowest
     pull = norm(c * flat).unsqueeze(-1)
     tied = pull <= level * norm(scaled).unsqueeze(-1)
     toward = sphere.second_reference(spread).mul_(_SHARE * secular.LEAST).add_(secular.LEAST)
@@ -173,8 +174,8 @@ def _decomposed(
 
 
 # Of a direction without structure, beside all ones: it decides where these are orthogonal to the
-# lowest eigenspace, up to the rounding of the data.
-_SHARE = 1e-8
+# lowest eigenspace up to rounding, and has no effect elsewhere.
+_SHARE = 1e-13
 
 
 def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
