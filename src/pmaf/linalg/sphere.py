@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -93,8 +94,11 @@ def _signs_on_device(rows: Tensor, reference: Tensor | int | None) -> Tensor:
     share = 4 * merge_tolerance(rows.dtype)
     second = second_reference(rows)
     if isinstance(reference, Tensor):
-        size = norm(reference).unsqueeze(-1).clamp_min(torch.finfo(rows.dtype).tiny ** 0.5)
-        return (rows * torch.addcmul(reference, size, second, value=share)).sum(-1).sgn()
+        # Squares may leave the range.
+        size = torch.linalg.vector_norm(reference, math.inf, -1, keepdim=True)
+        size = size.clamp_min(torch.finfo(rows.dtype).tiny ** 0.5)
+        side = (rows * torch.addcmul(reference, size, second, value=share)).sum(-1)
+        return side / side.abs()  # torch's sign of nan is zero
     flat = rows.flatten(0, -2) if rows.dim() > 1 else rows.unsqueeze(0)
     first = flat.sum(-1) if reference is None else flat[:, reference]
     return torch.addmv(first, flat, second, alpha=share).sgn().reshape(rows.shape[:-1])

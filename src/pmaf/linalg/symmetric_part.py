@@ -85,7 +85,7 @@ def made_there(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     Phases that grow like squares have no period, and where they are large, their rounding is
     disorder as well.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype.to_real(), torch.float32)
     index = torch.arange(1, 2 * n + 1, dtype=wide, device=device)
     return (index * index).cos_().mul_(2**0.5).reshape(2, n).to(dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pmaf.linalg import sphere
 from pmaf.linalg.decompositions import cholesky, eigh
 from pmaf.linalg.products import norm
-from pmaf.linalg.roundings import LOOSE, merge_tolerance, noise_tolerance, square_range
+from pmaf.linalg.roundings import SETTLED, merge_tolerance, noise_tolerance, square_range
 from pmaf.straight.evidence import Evidence, where_proved
 from pmaf.straight.form import Form
 
@@ -67,7 +67,7 @@ def of_pair(A: Tensor, M: Tensor, form: Form) -> Vectors:
         factor, known = factors(rows, norm(rows))
         rows = rows * factor
         proved = proved if known is None else proved & known.unsqueeze(-1)
-    limit = LOOSE * torch.finfo(values.dtype).eps
+    limit = SETTLED * torch.finfo(values.dtype).eps
     return Vectors(rows, found, every, values, Evidence(where_proved(proved, numbers), 0, limit))
 
 

@@ -182,6 +182,7 @@ def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tens
     """The matrix and the vector of the problem of `x`, the root of `M`, and what is proved."""
     A, b, weights, radius, M = given
     root = proved = None
+    scales = b
     if weights is not None:
         factor = weights.sqrt()
         A, b = factor.unsqueeze(-1) * A, factor * b
@@ -189,11 +190,17 @@ def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tens
         root = M.sqrt()
         A = A / root.unsqueeze(-2)
         proved = root.sum(-1) < math.inf
+        scales = root
     elif M is not None:
         root, info = cholesky(0.5 * (M + M.mT))
         A = torch.linalg.solve_triangular(root.mT, A, upper=True, left=False)
         # An infinite entry of M makes a finite solution, as its inverse is zero.
         proved = (info == 0) & (M.sum((-2, -1)) < math.inf)
+        scales = root.diagonal(dim1=-2, dim2=-1)
+    if proved is not None and kind.method is not Method.PROMOTED:
+        # The coordinates of an M of very different scales lose digits, which are not refined here.
+        least, most = scales.aminmax(dim=-1)
+        proved = proved & (most <= _SCALES * least)
     if radius is not None:
         b = b / radius.unsqueeze(-1)
         positive = (radius > 0) & (radius < math.inf)
@@ -201,6 +208,10 @@ def _posed(given: Data, kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tens
     elif kind.length != 1:
         b = b / kind.length
     return A, b, root, proved
+
+
+# The largest ratio of the entries on the diagonal of a root of M.
+_SCALES = 16.0
 
 
 def _unrooted(root: Tensor, x: Tensor, diagonal: bool) -> Tensor:
