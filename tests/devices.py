@@ -41,7 +41,7 @@ from tests import pretend
 HERE = Path(__file__).parent
 NOW = HERE / "devices_now.json"
 PAGE = HERE.parent / "docs" / "devices.md"
-START, END = "<!-- table of python -m tests.devices -->", "<!-- end of the table -->"
+START, END = "<!-- from python -m tests.devices -->", "<!-- end of the table -->"
 
 
 class Numbers(NamedTuple):

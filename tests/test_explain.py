@@ -379,13 +379,17 @@ def test_a_solution_says_the_same(name):
 
 @kernels
 def test_every_line_of_the_tables_has_a_call():
-    """But one, which is for traces of solves that are asked for in another way."""
+    """But one, which is for traces of solves that are asked for in another way.
+
+    `test_straight.py` explains calls on a device.
+    """
     made = [call() for call in CALLS.values()]
     said = {pmaf.explain(layer, *given, **options).why for layer, given, options in made}
     posed = {pmaf.explain(pose(), solver=solver).why for pose, solver, _ in SOLVED.values()}
     tables = (auto.MINIMUM, auto.LEAST_SQUARES, auto.EIGENVECTORS, auto.SINGULAR)
     lines = {line.reason for table in tables for line in table} | {auto.DECOMPOSED_MINIMUM.reason}
-    assert {x.partition(",")[0] for x in lines - said - posed} == {
+    on_devices = {auto.BATCHED.reason, auto.BATCHED_MINIMUM.reason}
+    assert {x.partition(",")[0] for x in lines - said - posed - on_devices} == {
         "a trace has to know in advance what a solve returns"
     }
 
@@ -522,6 +526,7 @@ def test_every_step_has_words(kind):
         "RadiusAndUnits": ((1.0,), (2.0,)),
         "EmbeddedVectors": ((2, True),),
         "Squares": ((True, True),),
+        "Host": ((torch.device("cpu"),),),
     }
     for arguments in made.get(kind.__name__, ((),)):
         words = kind.words if kind.__name__ == "Units" else kind(*arguments).words

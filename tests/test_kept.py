@@ -107,7 +107,8 @@ def test_what_was_kept_solves_the_system_it_was_kept_for(pose, kind):
 
 
 def test_all_kinds_that_solve_are_tested():
-    by_kernels = {kept.Exact, kept.Tridiagonal, kept.Reduced, kept.Congruence}
+    # Or by straight-line programs: `test_straight.py`.
+    by_kernels = {kept.Exact, kept.Tridiagonal, kept.Reduced, kept.Congruence, kept.Whole}
     assert {kind for _, kind in CASES} | by_kernels == set(KINDS)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pmaf
 from pmaf.linalg.decompositions import eigh
+from pmaf.solvers import auto
 from pmaf.straight import eigenvectors, least_squares, secular, singular
 from pmaf.straight.form import Form
 from pmaf.straight.least_squares import Data, Kind, Method
@@ -526,6 +527,36 @@ def test_nobody_looks_where_checks_are_never_made() -> None:
     assert bool(found[:7].isfinite().all())
     with pytest.raises(ValueError, match="finite"):
         pmaf.less(*there)
+
+
+def test_a_report_says_that_nobody_looked() -> None:
+    A, b = drawn(300, 6, 5), drawn(300, 6)
+    problem = pmaf.SphereLeastSquares(pretend.put(A), pretend.put(b))
+    with pmaf.checks("never"):
+        assert pmaf.solve(problem).method.endswith("not looked at")
+    assert not pmaf.solve(problem).method.endswith("not looked at")
+    with pmaf.checks("never"):
+        assert not pmaf.solve(pmaf.SphereLeastSquares(A, b)).method.endswith("not looked at")
+
+
+def test_calls_on_a_device_are_explained() -> None:
+    A, b = pretend.put(drawn(300, 6, 5)), pretend.put(drawn(300, 6))
+    square = pretend.put(matrices("random", F64).repeat(60, 1, 1))
+    for call, why in (
+        ((pmaf.less, A, b), auto.BATCHED_MINIMUM),
+        ((pmaf.ied, square), auto.BATCHED),
+        ((pmaf.ied, square, 2), auto.BATCHED),
+        ((pmaf.nullspace, A), auto.BATCHED_GRAM),
+        ((pmaf.isvd, A, 2), auto.BATCHED_GRAM),
+        ((pmaf.spectral, square, "exp"), auto.BATCHED),
+    ):
+        assert pmaf.explain(*call).why == why.reason, call[0]
+    posed = pmaf.SphereLeastSquares(A, b), pmaf.PrincipalEigenvectors(square)
+    for problem, line in zip(posed, (auto.BATCHED_MINIMUM, auto.BATCHED)):
+        assert pmaf.explain(problem).why == line.reason
+    if pmaf.native.available:
+        found = str(pmaf.explain(pmaf.less, A[:2], b[:2]))
+        assert "tensors of the device -> the host" in found
 
 
 def test_checks_have_two_values() -> None:

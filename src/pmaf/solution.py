@@ -13,6 +13,7 @@ from pmaf.errors import ConvergenceError, ConvergenceWarning
 from pmaf.gradients import Gradient, Implicit
 from pmaf.gradients.unroll import Unroll
 from pmaf.runtime.caller import warn
+from pmaf.runtime.checks import looks
 from pmaf.runtime.trees import register_tree
 from pmaf.solvers import Outcome, Solver
 from pmaf.solvers.base import has_form
@@ -133,7 +134,8 @@ def announce(outcome: Outcome, solver: Solver, throw: bool, advice: str | None =
 
     `advice` says what to try, if it is not what the solver says.
     """
-    if outcome.converged.all():
+    converged = outcome.converged
+    if not (converged.is_cpu or looks(converged)) or converged.all():
         return
     failed = ~outcome.converged
     worst = float(outcome.residual[failed].max())

@@ -15,6 +15,7 @@ from pmaf.operators import Diagonal, Operator
 from pmaf.problem import Problem
 from pmaf.recipe import AUTO, IMPLICIT, run, run_finite, ways_of
 from pmaf.reductions.base import posed_by
+from pmaf.runtime.checks import looks
 from pmaf.runtime.log import collected, in_words
 from pmaf.runtime.modes import full_precision, require_eager
 from pmaf.solution import Certificate, Solution
@@ -62,7 +63,10 @@ def solve(
         return call()
     with collected() as ways:
         solution = call()
-    return replace(solution, method=in_words(solution.method, ways))
+    method = in_words(solution.method, ways)
+    if not (solution.converged.is_cpu or looks(solution.converged)):
+        method += ", not looked at"
+    return replace(solution, method=method)
 
 
 def certify(problem: Any, solution: Solution | Tensor) -> Certificate:

@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+import pmaf
 
 Kind = Literal["launch", "wait", "copy", "linalg"]
 
-LIBRARY = "/pmaf/"  # part of the paths of files whose lines are named
+LIBRARY = f"{Path(pmaf.__file__).parent}/"  # the files whose lines are named
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def _stack() -> tuple[str, ...]:
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if LIBRARY in path:
-            lines.append(f"{path.rpartition(LIBRARY)[2]}:{frame.f_lineno}")
+        if path.startswith(LIBRARY):
+            lines.append(f"{path.removeprefix(LIBRARY)}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(lines)

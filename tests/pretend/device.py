@@ -29,6 +29,12 @@ _DOUBLES = (torch.float64, torch.complex128)
 class _Module(backend_registration._DummyBackendModule):
     """What torch asks a device for by name, as `torch.cuda` for CUDA."""
 
+    def get_rng_state(self, *_: object) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, *_: object) -> None:
+        torch.set_rng_state(state)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 

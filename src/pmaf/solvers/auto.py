@@ -286,8 +286,8 @@ MINIMUM: Table = (
 # Least squares on the sphere.
 LEAST_SQUARES: Table = (
     Line(_is_known_by_products, KRYLOV, _BY_PRODUCTS),
-    BATCHED_MINIMUM,
     REDUCED_MINIMUM,
+    BATCHED_MINIMUM,
     # Problems with one matrix share its eigendecomposition; a factor depends on their μ.
     Line(
         _is_not_factored,
@@ -311,8 +311,8 @@ LEAST_SQUARES: Table = (
 # Eigenvectors.
 EIGENVECTORS: Table = (
     Line(_is_pair_of_products, KRYLOV, _BY_PRODUCTS),
-    BATCHED,
     REDUCED,
+    BATCHED,
     Line(
         _is_traced_and_small,
         DENSE,
