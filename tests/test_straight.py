@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import pmaf
+from pmaf.layers.ied import _way_on_device
 from pmaf.linalg.decompositions import eigh
 from pmaf.solvers import auto
 from pmaf.straight import eigenvectors, least_squares, secular, singular
@@ -465,6 +466,56 @@ def test_calls_on_a_device_take_the_straight_way(
     # The worst of 300 random matrices has a gap of about 1e-3; derivatives divide by it twice.
     for x, y in zip((*found, *grads), (*theirs, *others)):
         assert error(x, y) <= 1e6 * 64 * torch.finfo(F64).eps
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_products_on_a_device_keep_all_digits(name: str) -> None:
+    """The pretend device rounds factors to ten bits where the process allows TF32."""
+    _, call, shapes = CALLS[name]
+
+    # The sums and products of these calls are the user's own, and are made before.
+    given = [drawn(*shape, seed=i, dtype=F32) for i, shape in enumerate(shapes)]
+    if name.startswith(("ied", "pair")):
+        given[0] = given[0] + given[0].mT
+    if name == "pair":
+        B = given[1]
+        given[1] = B @ B.mT + torch.eye(4)
+    plain: dict[str, Callable[..., Any]] = {
+        "pair": lambda A, M: pmaf.ied(A, M=M),
+        "ied": pmaf.ied,
+        "ied k": lambda A: pmaf.ied(A, 2, skip=1),
+        "ied smallest": lambda A: pmaf.ied(A, largest=False, reference=1),
+    }
+    call = plain.get(name, call)
+    found, grads = on_device(call, *given)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        again, others = on_device(call, *given)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for x, y in zip((*found, *grads), (*again, *others)):
+        assert torch.equal(x, y)
+
+
+def test_autocast_does_not_reach_into_a_program() -> None:
+    """The pretend device has no autocast; the executor is the same on the CPU."""
+    A, v = matrices("random", F64).float(), drawn(5, 6, dtype=F32)
+    posed = pmaf.PrincipalEigenvectors(A)
+    recipe = _way_on_device(posed, torch.device("cpu"), launched=False)
+    assert recipe is not None
+
+    def both() -> tuple[Tensor, ...]:
+        leaf = A.clone().requires_grad_()
+        found = recipe.run({"A": leaf, "M": None, "reference": None, "init": None})
+        assert found is not None
+        return *found, *torch.autograd.grad(found[0], leaf, v)
+
+    wanted = both()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = both()
+    for x, y in zip(found, wanted):
+        assert torch.equal(x, y)
 
 
 def test_small_problems_of_a_device_go_to_the_host(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from pmaf.linalg.symmetry import look_at_symmetry
 from pmaf.reductions.base import Found, Tensors
 from pmaf.runtime.checks import looks
 from pmaf.runtime.log import took
+from pmaf.runtime.modes import full_precision
 from pmaf.solvers.auto import BATCHED, BATCHED_GRAM, BATCHED_MINIMUM
 from pmaf.straight import eigenvectors, least_squares, singular
 from pmaf.straight.evidence import Evidence
@@ -37,10 +38,11 @@ _FAILS = "the one number that the host reads says that a result is not proved"
 _Result = TypeVar("_Result")
 
 
-def _run(program: Callable[..., _Result], *given: Any) -> _Result | None:
+def _run(device: torch.device, program: Callable[..., _Result], *given: Any) -> _Result | None:
     """The result of a program; None where a decomposition fails, as for numbers that are nan."""
     try:
-        return program(*given)
+        with full_precision(device):
+            return program(*given)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return None
 
@@ -86,7 +88,7 @@ class StraightEigenvectors(Executor):
         if not self.looked and looks(given[0]):
             self.looked = True
             look_at_symmetry(given[0])
-        found = _run(self.program, *(x.detach() for x in given), self.form)
+        found = _run(given[0].device, self.program, *(x.detach() for x in given), self.form)
         if found is None:
             return None
         rows, values = found.rows, found.values
@@ -115,7 +117,8 @@ class StraightEigenvectors(Executor):
             d_multiplier = None if d_multiplier is None else d_multiplier.unsqueeze(-1)
         if v is not None and v.is_complex() and self.form.signed:
             v = eigenvectors.turned(v, y)
-        found = self.reverse(y, multiplier, *kept, v, d_multiplier, self.form)
+        with full_precision(y.device):
+            found = self.reverse(y, multiplier, *kept, v, d_multiplier, self.form)
         return native.Gradients(found, None)
 
 
@@ -140,7 +143,7 @@ class StraightLeastSquares(Executor):
     def solve(self, tensors: Tensors) -> Found | None:
         given = [x if isinstance(x := tensors[name], Tensor) else None for name in self.names]
         data = least_squares.Data(*(None if x is None else x.detach() for x in given))  # pyright: ignore
-        found = _run(least_squares.minimum, data, self.form)
+        found = _run(data.A.device, least_squares.minimum, data, self.form)
         if found is None:
             return None
         parts = _proved(self.way, found.evidence, (found.u,), found.u.dim() - 1)
@@ -159,9 +162,10 @@ class StraightLeastSquares(Executor):
             took("tangent: common path")
             return solved_again(lambda x: (self.problem(u.detach(), *x),), tensors, grads, needs)
         data, kept = least_squares.Data(*tensors), least_squares.Kept(*held)
-        if not same:
-            kept = least_squares.minimum(data, self.form).kept
-        return least_squares.gradients(data, self.form, kept, v, needs)
+        with full_precision(v.device):
+            if not same:
+                kept = least_squares.minimum(data, self.form).kept
+            return least_squares.gradients(data, self.form, kept, v, needs)
 
 
 class StraightSingularVectors(Executor):
@@ -200,7 +204,8 @@ class StraightSingularVectors(Executor):
 
     def _found(self, tensors: Any) -> singular.Right | None:
         A, weights = (*tensors, None)[:2]
-        return _run(singular.right_vectors, A, weights, self.form)
+        assert A is not None
+        return _run(A.device, singular.right_vectors, A, weights, self.form)
 
     def pull(
         self, saved: Saved, grads: Sequence[Tensor | None], needs: Sequence[bool]
@@ -228,7 +233,8 @@ class StraightSingularVectors(Executor):
         if v.is_complex() and self.form.signed:
             v = eigenvectors.turned(v, y)
         rows, values = held
-        return singular.pull_right(tensors, y, rows, values, v, self.form, needs)
+        with full_precision(v.device):
+            return singular.pull_right(tensors, y, rows, values, v, self.form, needs)
 
 
 class StraightTriplets(Triplets):
@@ -253,7 +259,7 @@ class StraightTriplets(Triplets):
 
     def solve(self, tensors: Tensors) -> Found | None:
         A = tensors["A"]
-        found = _run(singular.triplets, A.detach(), self.form)
+        found = _run(A.device, singular.triplets, A.detach(), self.form)
         if found is None:
             return None
         values = found.values
@@ -277,7 +283,8 @@ class StraightTriplets(Triplets):
         if held is None:
             return None
         rows, values = held
-        return singular.pull_triplets(A, found, (rows, values), incoming, self.form)
+        with full_precision(A.device):
+            return singular.pull_triplets(A, found, (rows, values), incoming, self.form)
 
 
 _BY_GRAM = "SVD(): batched decomposition of AᵀA"
