@@ -111,3 +111,12 @@ def test_traced(reference):
 def test_errors(reference, kind, message):
     with pytest.raises(kind, match=message):
         pmaf.ied(symmetric(6, 6), reference=reference)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e37])
+def test_squares_of_a_reference_may_overflow(size):
+    """The sign is that of the product, not that of the direction that decides ties."""
+    A = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+    for side in (1.0, -1.0):
+        y = pmaf.ied(A, reference=side * size * torch.tensor([1.0, 0.5, 0.2])).vectors
+        assert y[0] * side > 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pmaf.errors import require_finite
-from pmaf.linalg.products import dot, norm
+from pmaf.linalg.products import dot, norm, one_if_zero
 from pmaf.linalg.roundings import merge_tolerance, noise_tolerance, widened
 from pmaf.runtime.modes import plain
 
@@ -80,6 +80,10 @@ def signs(rows: Tensor, reference: Tensor | int | str | None = None) -> Tensor:
         return chosen.sgn()
     if plain(rows) and isinstance(reference, Tensor):
         require_finite(reference=(reference, 1))
+        # Squares of a large reference overflow, so its length is in units of its largest entry.
+        unit = one_if_zero(reference.abs().amax(-1, keepdim=True))
+        size = norm(reference / unit) * unit.squeeze(-1)
+        known = chosen.abs() > merge_tolerance(rows.dtype) * size
     both, one, _ = _references(rows)
     return torch.copysign(one, torch.where(known, chosen, (rows * both[:, 1]).sum(-1)))
 
