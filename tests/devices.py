@@ -348,8 +348,9 @@ def _less_rows() -> Iterator[Row]:
         "M=Diagonal", lambda A, b, d: pmaf.less(A, b, M=Diagonal(d)), lambda: _positive(256, 32)
     )
     yield Row(
-        "less 64×16×8 c64",
-        lambda: [_random(64, 16, 8, dtype=C64), _random(64, 16, dtype=C64)],
+        "less 100×16×8 c64",
+        # More entries than go to the host, where there are kernels or not.
+        lambda: [_random(100, 16, 8, dtype=C64), _random(100, 16, dtype=C64)],
         pmaf.less,
         LESS,
     )
