@@ -59,7 +59,7 @@ def test_the_table_of_the_page_is_that_of_the_record():
             assert numbers.within(row.budget), f"{name}: run `python -m tests.devices --write`"
 
 
-@pytest.mark.parametrize("name", ["less 64×16×8 c64", "ied 8×8 f32", 'spectral "sqrt" 1000×8×8'])
+@pytest.mark.parametrize("name", ["less 100×16×8 c64", "ied 8×8 f32", 'spectral "sqrt" 1000×8×8'])
 def test_with_the_device_as_default(name):
     (row,) = (x for x in ROWS if x.name == name)
     result = run(row, default=True, beside=False)
