@@ -63,7 +63,7 @@ def takes(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
         return compiles(device.index)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     asked = os.environ.get("PMAF_LAUNCHED") == "interpret"
-    return interpreted and asked and modules().language.available
+    return device.type != "meta" and interpreted and asked and modules().language.available
 
 
 @functools.cache
