@@ -414,12 +414,17 @@ def test_triplets(shape: tuple[int, int], dtype: torch.dtype, largest: bool, by_
 # Calls on a device.
 
 
+def seed_of(x: Tensor) -> Tensor:
+    """The incoming gradient of a result, the same numbers for each precision."""
+    return drawn(*x.shape, seed=3, dtype=torch.complex64 if x.is_complex() else F32).to(x.dtype)
+
+
 def on_device(call: Callable[..., Any], *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Results and gradients of a call on the pretend device, back on the CPU."""
     leaves = [pretend.put(x).requires_grad_() for x in tensors]
     found = call(*leaves)
     found = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
-    seeds = [pretend.put(drawn(*x.shape, seed=3, dtype=x.dtype)) for x in found]
+    seeds = [pretend.put(seed_of(x)) for x in found]
     grads = torch.autograd.grad(found, leaves, seeds)
     return [x.detach().cpu() for x in found], [x.cpu() for x in grads]
 
@@ -428,7 +433,7 @@ def on_cpu(call: Callable[..., Any], *tensors: Tensor) -> tuple[list[Tensor], li
     leaves = [x.clone().requires_grad_() for x in tensors]
     found = call(*leaves)
     found = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
-    seeds = [drawn(*x.shape, seed=3, dtype=x.dtype) for x in found]
+    seeds = [seed_of(x) for x in found]
     return [x.detach() for x in found], list(torch.autograd.grad(found, leaves, seeds))
 
 
@@ -516,6 +521,38 @@ def test_autocast_does_not_reach_into_a_program() -> None:
         found = both()
     for x, y in zip(found, wanted):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("shape", [(100_000, 4, 3), (2, 100_000, 3)], ids=str)
+def test_many_matrices_and_many_rows(
+    shape: tuple[int, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    A, b = drawn(*shape, dtype=F32), drawn(*shape[:2], seed=1, dtype=F32)
+    caplog.set_level(logging.DEBUG, logger="pmaf")
+    found, grads = on_device(pmaf.less, A, b)
+    assert [x.getMessage() for x in caplog.records] == ["less: straight"]
+    # In float64 the problem of the same numbers has more digits than the result.
+    theirs, others = on_cpu(pmaf.less, A.double(), b.double())
+    for x, y in zip((*found, *grads[1:]), (*theirs, *others[1:])):
+        assert error(x, y) <= 8 * torch.finfo(F32).eps
+
+
+def test_training_on_a_device() -> None:
+    """The matrix learns a direction in 300 steps, through repeated eigenvalues at the start."""
+    A = pretend.put(torch.eye(4).repeat(300, 1, 1)).requires_grad_()
+    with torch.no_grad():
+        A[:, 0, 0] += 1e-3
+    target = pretend.put(torch.tensor([0.5, 0.5, 0.5, 0.5]))
+    optimizer = torch.optim.SGD([A], lr=0.05)
+    losses = []
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = (1 - (pmaf.ied(A).vectors @ target).square()).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach().cpu()))
+    assert bool(A.detach().cpu().isfinite().all())
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_small_problems_of_a_device_go_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
